@@ -1,0 +1,183 @@
+"""One run folder at work: the lab, its data and its records, and moving between recorded states."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from verl_lab.batch.columns import Batch
+from verl_lab.config.load import dump_config
+from verl_lab.config.schema import LabConfig
+from verl_lab.controller.history import History
+from verl_lab.controller.lab import Lab
+from verl_lab.controller.recipes import RECIPES
+from verl_lab.controller.selftest import NUM_PROMPTS, self_test
+from verl_lab.data.prompts import PromptSet, load_prompts
+from verl_lab.errors import StateError, WorkerError
+from verl_lab.models.load import load_tokenizer
+from verl_lab.runtime.peer import Peer
+from verl_lab.runtime.supervisor import Supervisor
+from verl_lab.store.folder import RunFolder
+
+log = logging.getLogger("experiment")
+
+
+class Experiment:
+    """What a run is made of, and the operations that its steps and its clients need."""
+
+    def __init__(
+        self, config: LabConfig, folder: RunFolder, supervisor: Supervisor, memory: Path
+    ) -> None:
+        self.folder = folder
+        self.history = History(folder)
+        self.supervisor = supervisor
+        self.lab = Lab(
+            config,
+            supervisor,
+            memory,
+            on_span=self.history.span,
+            on_event=lambda kind, text: self.history.event(kind, text, self.lab.step + 1),
+        )
+        supervisor.on_change = self._worker_changed
+        self.prompts: PromptSet
+        self.step_times: list[float] = []
+        self._step_started = 0.0
+        self._is_tested = False
+
+    @property
+    def devices(self) -> list[str]:
+        """What the workers run on."""
+        groups = (self.lab.rollout_group, self.lab.trainer_group, self.lab.reward_group)
+        return sorted({device for group in groups for device in group.devices})
+
+    async def open(
+        self, functions: dict[str, bytes], *, parts: dict[str, float] | None, is_resume: bool
+    ) -> None:
+        """Starts the workers, and on a resume takes them back to the newest checkpoint."""
+        self.folder.write_config(dump_config(self.lab.config))
+        self.history.open()
+        self.lab.functions = functions
+        if parts is not None:
+            self.lab.parts = parts
+        self.prompts, _ = await asyncio.gather(self._load_prompts(), self.lab.start())
+        if is_resume:
+            newest = self.history.newest()
+            await self.return_to(newest, f"resume from {newest.name if newest else 'the start'}")
+        else:
+            self.history.begin(0, "start")
+            await self.lab.sync_weights()
+            self.lab.metrics.clear()
+
+    def close(self) -> None:
+        """Closes the records."""
+        self.history.close()
+
+    async def prepare(self) -> None:
+        """Before the first step of a session: the self-test, and the evaluation to compare with."""
+        if not self.lab.has_trainer:
+            await self.recover(WorkerError("trainer-0", "was gone before the run began"))
+        if self.lab.step == 0 and not self._is_tested:
+            self.history.record(0, await self_test(self.lab, self.prompts.train.peek(NUM_PROMPTS)))
+            self.lab.metrics.clear()
+        self._is_tested = True
+        await self._evaluate_if_new()
+
+    async def round_off(self) -> None:
+        """After the last step: an evaluation and a checkpoint, where that step had none."""
+        await self._evaluate_if_new()
+        if not self.history.has_checkpoint(self.lab.step):
+            await self.save()
+
+    def begin_step(self) -> Batch:
+        """Starts the clock of a step; returns its prompts."""
+        self._step_started = time.perf_counter()
+        return self.prompts.train.next(self.lab.config.prompts_per_step)
+
+    async def run_recipe(self, prompts: Batch) -> Batch:
+        """One step's stages."""
+        return await RECIPES[self.lab.config.recipe](self.lab, prompts)
+
+    async def finish_step(self, batch: Batch) -> None:
+        """Records a step; evaluates and saves where that is due."""
+        self.lab.step += 1
+        step, config = self.lab.step, self.lab.config
+        took = time.perf_counter() - self._step_started
+        self.step_times = [*self.step_times[-9:], took]
+        self.history.record(step, {**self.lab.metrics, "time/step_s": took}, batch)
+        self.lab.metrics.clear()
+        if config.eval.every_steps and step % config.eval.every_steps == 0:
+            await self.evaluate()
+        if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
+            await self.save()
+
+    async def evaluate(self) -> dict[str, float]:
+        """Evaluates on the held-out prompts, and records it at the step last finished."""
+        if not len(self.prompts.heldout):
+            raise StateError(
+                "evaluate: there are no held-out prompts; set data.heldout_size or data.heldout_path"
+            )
+        kept = dict(self.lab.metrics)
+        metrics = await self.lab.evaluate(self.prompts.heldout)
+        self.lab.metrics = kept
+        self.history.record(self.lab.step, metrics)
+        return metrics
+
+    async def save(self, name: str | None = None) -> str:
+        """Writes a checkpoint, or a snapshot if it has a name; returns its folder's name."""
+        state = {
+            "step": self.lab.step,
+            "weights_version": self.lab.weights_version,
+            "prompts": self.prompts.train.state(),
+        }
+        keep = self.lab.config.checkpoint.keep
+        folder = await self.history.save(name, state, self.lab.save, keep=keep)
+        return folder.name
+
+    async def return_to(self, folder: Path | None, reason: str) -> int:
+        """Takes weights, optimizer, data and step back to a checkpoint; returns its step.
+
+        Without a folder it is the start of the run, and the trainer must be a new one.
+        """
+        if folder is None:
+            state = {"step": 0, "weights_version": 0, "prompts": self.prompts.start}
+        else:
+            state = self.history.load_state(folder)
+            await self.lab.load(folder / "trainer")
+        self.prompts.train.restore(state["prompts"])
+        self.lab.step = state["step"]
+        self.lab.weights_version = state["weights_version"] - 1
+        self.history.begin(self.lab.step, reason)
+        await self.lab.sync_weights()
+        self.lab.metrics.clear()
+        return self.lab.step
+
+    async def recover(self, error: WorkerError) -> None:
+        """Takes a new trainer back to the newest checkpoint, or to the start."""
+        self.history.event("recovery", str(error), self.lab.step + 1)
+        log.warning("recovering from: %s", error)
+        await self.lab.restart_trainer()
+        await self.return_to(self.history.newest(), f"recovery: {error.worker} {error.reason}")
+
+    async def _evaluate_if_new(self) -> None:
+        if self.lab.config.eval.every_steps and not self.history.has_evaluation(self.lab.step):
+            await self.evaluate()
+
+    async def _load_prompts(self) -> PromptSet:
+        config = self.lab.config
+        prompts = await asyncio.to_thread(
+            lambda: load_prompts(config, load_tokenizer(config.model))
+        )
+        if prompts.num_too_long:
+            self.history.event(
+                "data",
+                f"{prompts.num_too_long} prompts are longer than data.max_prompt_tokens="
+                f"{config.data.max_prompt_tokens} and were left out",
+                0,
+            )
+        return prompts
+
+    def _worker_changed(self, event: str, peer: Peer) -> None:
+        self.history.worker(event, peer, self.lab.step)

@@ -1,0 +1,1 @@
+"""Processes and messages: starting workers, calling them, noticing their end. No algorithm."""

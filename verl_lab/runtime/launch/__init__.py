@@ -1,0 +1,1 @@
+"""Starting processes somewhere: `local` is this machine."""

@@ -1,0 +1,1 @@
+"""The notebook's side: a client of the controller, without torch."""
