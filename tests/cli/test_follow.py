@@ -1,35 +1,36 @@
 import os
 import signal
+import time
 
-import pandas as pd
 import pytest
 
 from verl_lab.cli.follow import Interrupts, News, follow
 from verl_lab.config.schema import LabConfig, ModelConfig
+from verl_lab.store.database import Reader, Recorder
+from verl_lab.store.folder import RunFolder
 
 
 class Tape:
-    """Stands in for a session: each look sees the next status and the record as it was then."""
+    """Stands in for a session: before each look something is recorded."""
 
     config = LabConfig(model=ModelConfig(name_or_path="none"))
 
-    def __init__(self, *looks):
+    def __init__(self, path, *looks):
+        self.folder = RunFolder.create(path, "run", "run")
+        self.recorder = Recorder(self.folder)
+        self.recorder.begin_attempt(0, "start")
         self.looks = looks
         self.position = -1
+        self.step = 0
 
     def status(self):
         self.position += 1
-        step, _ = self.looks[self.position]
-        return {
-            "state": "training",
-            "step": step,
-            "steps_total": 9,
-            "last": {"look": self.position},
-        }
-
-    @property
-    def metrics(self):
-        return pd.DataFrame(self.looks[self.position][1]).T
+        for step, metrics in self.looks[self.position]:
+            if step < self.step:
+                self.recorder.begin_attempt(step - 1, "rewind")
+            self.recorder.step(step, metrics)
+            self.step = step
+        return {"state": "training", "step": self.step, "last": {"look": self.position}}
 
     def is_over(self):
         return self.position + 2 >= len(self.looks)
@@ -52,48 +53,66 @@ class Notes:
 
 
 @pytest.fixture
-def notes():
-    return Notes()
+def shown(tmp_path):
+    """What a view is told of looks, each a list of `(step, metrics)` recorded before it."""
+
+    def _shown(*looks, news=None):
+        tape, notes = Tape(tmp_path, *looks), Notes()
+        follow(tape, notes, is_over=tape.is_over, is_left=lambda: False, news=news, poll_s=0)
+        return notes.shown
+
+    return _shown
 
 
-def shown(tape, notes, **kwargs):
-    follow(tape, notes, is_over=tape.is_over, is_left=lambda: False, poll_s=0, **kwargs)
-    return notes.shown
+REWARD = {"reward/mean": 0.5}
+EVAL = {"eval/accuracy": 0.5, "time/eval_s": 1.0}
 
 
-def test_every_step_is_shown_once_and_in_order(notes):
-    one, two, three = ({"reward/mean": n / 10} for n in (1, 2, 3))
-    tape = Tape((0, {}), (1, {1: one}), (1, {1: one}), (3, {1: one, 2: two, 3: three}))
-    assert shown(tape, notes) == [(n, ["reward/mean"]) for n in (1, 2, 3)]
+def test_every_step_is_shown_once_and_in_order(shown):
+    told = shown([], [(1, REWARD)], [], [(2, REWARD), (3, REWARD)], [])
+    assert told == [(step, ["reward/mean"]) for step in (1, 2, 3)]
 
 
-def test_an_evaluation_that_comes_after_its_step_is_shown_alone(notes):
-    tape = Tape(
-        (1, {1: {"reward/mean": 0.1}}),
-        (1, {1: {"reward/mean": 0.1, "eval/accuracy": 0.5, "time/eval_s": 1.0}}),
-    )
-    assert shown(tape, notes) == [(1, ["reward/mean"]), (1, ["eval/accuracy", "time/eval_s"])]
+def test_an_evaluation_that_comes_after_its_step_is_shown_alone(shown):
+    told = shown([(0, EVAL), (1, REWARD)], [(1, EVAL)], [(2, REWARD)], [])
+    evaluation = ["eval/accuracy", "time/eval_s"]
+    assert told == [
+        (0, evaluation), (1, ["reward/mean"]), (1, evaluation), (2, ["reward/mean"]),
+    ]  # fmt: skip
 
 
-def test_what_is_recorded_by_the_time_the_run_is_over_is_shown(notes):
-    tape = Tape((0, {}), (2, {1: {"reward/mean": 0.1}, 2: {"reward/mean": 0.2}}))
-    assert [step for step, _ in shown(tape, notes)] == [1, 2]
+def test_what_is_recorded_by_the_time_the_run_is_over_is_shown(shown):
+    assert [step for step, _ in shown([(1, REWARD), (2, REWARD)])] == [1, 2]
 
 
-def test_steps_done_before_are_not_shown(notes):
-    tape = Tape((2, {n: {"reward/mean": 0.1} for n in (1, 2, 3)}))
-    assert shown(tape, notes, after_step=2) == [(3, ["reward/mean"])]
+def test_steps_done_before_are_not_shown(shown):
+    told = shown([(n, REWARD) for n in (1, 2, 3)], news=News(after_step=2))
+    assert told == [(3, ["reward/mean"])]
 
 
-def test_steps_that_are_done_again_after_going_back_are_shown_again(notes):
-    done = {n: {"reward/mean": 0.1} for n in (1, 2, 3)}
-    tape = Tape((3, done), (1, {1: done[1]}), (2, {1: done[1], 2: done[2]}))
-    assert [step for step, _ in shown(tape, notes)] == [1, 2, 3, 2]
+def test_steps_that_are_done_again_after_going_back_are_shown_again(shown):
+    told = shown([(n, REWARD) for n in (1, 2, 3)], [(2, REWARD)], [(3, REWARD)], [])
+    assert [step for step, _ in told] == [1, 2, 3, 2, 3]
 
 
-def test_looking_ends_when_asked(notes):
-    tape = Tape(*[(0, {})] * 5)
-    follow(tape, notes, is_over=lambda: False, is_left=lambda: tape.position == 2, poll_s=0)
+def test_events_that_a_person_should_know_are_shown_once(tmp_path):
+    tape, notes = Tape(tmp_path, [], [], []), Notes()
+    tape.recorder.event("reward_error", "reward part style:\nNameError: x", 1)
+    tape.recorder.event("checkpoint", "step-000001", 1)
+    follow(tape, notes, is_over=tape.is_over, is_left=lambda: False, poll_s=0)
+    assert notes.shown == ["[Reward error] reward part style:\nNameError: x"]
+
+
+def test_events_of_earlier_days_are_not_shown(tmp_path):
+    tape = Tape(tmp_path)
+    tape.recorder.event("recovery", "long ago", 1)
+    with Reader(tape.folder) as reader:
+        assert News(since=time.time() + 60).remarks(reader) == []
+
+
+def test_looking_ends_when_asked(tmp_path):
+    tape = Tape(tmp_path, *[[]] * 5)
+    follow(tape, Notes(), is_over=lambda: False, is_left=lambda: tape.position == 2, poll_s=0)
     assert tape.position == 2
 
 

@@ -20,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     help="Reinforcement learning of language models, on the devices you choose.",
     epilog="Example: verl-lab train --config configs/quickstart.yaml trainer.learning_rate=1e-5",
 )

@@ -44,7 +44,7 @@ class Finding:
 
 
 def doctor() -> None:
-    """Shows versions, devices and memory, what is missing and how to get it.
+    """Show what this machine has, and how to get what is missing.
 
     Exits with 1 if something is missing without which nothing runs.
     """

@@ -10,26 +10,24 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from verl_lab.cli.progress import Lines, LiveLine, View
 from verl_lab.cli.terminal import OUT
 from verl_lab.config.schema import LabConfig
-
-if TYPE_CHECKING:
-    import pandas as pd
+from verl_lab.store.database import Reader
+from verl_lab.store.folder import RunFolder
 
 POLL_S = 0.2
+REMARKABLE = ("data", "reward_error", "recovery", "worker_died", "snapshot")
+"""Kinds of events that a person wants to see at once."""
 
 
 class Followed(Protocol):
     """A session, as far as it is followed."""
 
     config: LabConfig
-
-    @property
-    def metrics(self) -> pd.DataFrame:
-        """A row a step, a column a metric."""
+    folder: RunFolder
 
     def status(self) -> dict[str, Any]:
         """Where it stands."""
@@ -63,7 +61,7 @@ def follow(
     *,
     is_over: Callable[[], bool],
     is_left: Callable[[], bool],
-    after_step: int = -1,
+    news: News | None = None,
     poll_s: float = POLL_S,
 ) -> None:
     """Shows the run until it ends, or until nobody looks any more.
@@ -73,54 +71,81 @@ def follow(
         view: is told of every step once, in order.
         is_over: whether the run has ended.
         is_left: whether to stop looking.
-        after_step: steps up to this one are not shown.
+        news: knows what not to show; by default everything is new.
         poll_s: seconds between two looks.
     """
-    news = News(after_step)
+    news = news or News()
     num_samples = session.config.trainer.train_batch_size
     while True:
         was_over = is_over()  # asked first, so that the last look sees all that was recorded
         status = session.status()
         view.stand(status)
-        if was_over or news.may_have_come(status):
-            for step, metrics in news.of(session.metrics):
-                view.measured(step, metrics, num_samples=num_samples)
+        with Reader(session.folder) as reader:
+            for text in news.remarks(reader):
+                view.remark(text)
+            if was_over or news.may_have_come(status):
+                for step, metrics in news.metrics(reader):
+                    view.measured(step, metrics, num_samples=num_samples)
         if was_over or is_left():
             return
         time.sleep(poll_s)
 
 
 class News:
-    """Tells which metrics were not shown yet; an evaluation may come later than its step."""
+    """Tells what in a run's record was not shown yet.
 
-    def __init__(self, after_step: int = -1) -> None:
+    An evaluation may come later than the rest of its step, and a run may go back to an earlier one.
+    """
+
+    def __init__(self, after_step: int = -1, since: float = 0.0) -> None:
+        """Takes as shown all up to `after_step`, and events before `since` (epoch seconds)."""
         self._step, self._eval = after_step, after_step
+        self._since = since
+        self._event_id = 0
+        self._num_attempts: int | None = None
         self._seen: tuple[int, dict[str, float]] = (after_step, {})
 
     def may_have_come(self, status: Mapping[str, Any]) -> bool:
-        """Whether the record may hold more than at the last look; cheaper than reading it."""
-        step, last = status["step"], dict(status.get("last") or {})
-        if step < self._seen[0]:  # the run went back: what comes now is new
-            self._step, self._eval = min(self._step, step), min(self._eval, step)
-        is_new = (step, last) != self._seen
-        self._seen = (step, last)
+        """Whether there may be metrics since the last look; cheaper than reading them."""
+        seen = (status["step"], dict(status.get("last") or {}))
+        is_new = seen != self._seen
+        self._seen = seen
         return is_new
 
-    def of(self, frame: pd.DataFrame) -> list[tuple[int, dict[str, float]]]:
+    def metrics(self, reader: Reader) -> list[tuple[int, dict[str, float]]]:
         """`(step, metrics)` not handed out before, in the order of the steps."""
+        self._go_back(reader)
         found = []
-        for step in frame.index[frame.index > min(self._step, self._eval)]:
-            row = {str(name): float(value) for name, value in frame.loc[step].dropna().items()}
-            fresh: dict[str, float] = {}
-            if step > self._step and (rest := {k: v for k, v in row.items() if not _is_eval(k)}):
-                self._step = int(step)
-                fresh |= rest
-            if step > self._eval and (evals := {k: v for k, v in row.items() if _is_eval(k)}):
-                self._eval = int(step)
-                fresh |= evals
-            if fresh:
-                found.append((int(step), fresh))
+        # From the step last shown on: its evaluation may have come meanwhile.
+        for step, row in reader.metrics(after_step=self._step - 1).iterrows():
+            number = int(str(step))
+            known = {str(name): float(value) for name, value in row.dropna().items()}
+            evals = {k: v for k, v in known.items() if _is_eval(k) and number > self._eval}
+            rest = {k: v for k, v in known.items() if not _is_eval(k) and number > self._step}
+            self._eval = number if evals else self._eval
+            self._step = number if rest else self._step
+            if rest or evals:
+                found.append((number, rest | evals))
         return found
+
+    def remarks(self, reader: Reader) -> list[str]:
+        """Remarkable events not handed out before."""
+        events = reader.events(self._event_id)
+        if len(events):
+            self._event_id = int(events["id"].iloc[-1])
+        shown = events[(events["time"] >= self._since) & events["kind"].isin(REMARKABLE)]
+        return [
+            f"[{kind.replace('_', ' ').capitalize()}] {text}"
+            for kind, text in zip(shown["kind"], shown["text"], strict=True)
+        ]
+
+    def _go_back(self, reader: Reader) -> None:
+        """Takes as not shown what the run does again: each attempt begins from some step."""
+        begins = reader.attempts()["from_step"]
+        if self._num_attempts is not None and len(begins) > self._num_attempts:
+            step = int(begins.iloc[self._num_attempts :].min())
+            self._step, self._eval = min(self._step, step), min(self._eval, step)
+        self._num_attempts = len(begins)
 
 
 def _is_eval(name: str) -> bool:

@@ -16,7 +16,7 @@ def runs(
         Path, typer.Option("--runs-dir", help="The folder that holds the run folders.")
     ] = Path("runs"),
 ) -> None:
-    """List the runs on disk, newest last, with their last reward and evaluation."""
+    """List the runs on disk, newest last."""
     from verl_lab.session.registry import runs as runs_on_disk
 
     frame = runs_on_disk(runs_dir)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_lab.cli.follow import POLL_S, Interrupts, follow, view_for_terminal
+from verl_lab.cli.follow import POLL_S, Interrupts, News, follow, view_for_terminal
 from verl_lab.cli.progress import duration
 from verl_lab.cli.terminal import print_line, print_table
-from verl_lab.runtime.messages import rebuild_error
 
 if TYPE_CHECKING:
     from verl_lab.session.session import Session
@@ -23,7 +22,7 @@ LiveRun = Annotated[
 
 
 def ps() -> None:
-    """List the live sessions: what they do, what they hold, and when they end."""
+    """List live sessions, what they hold, when they end."""
     from verl_lab.session.registry import ps as live_sessions
 
     sessions = live_sessions()
@@ -39,7 +38,7 @@ def attach(run: LiveRun) -> None:
     from verl_lab.session.registry import attach as attach_to
 
     session = attach_to(run)
-    step = session.status()["step"]
+    news = News(after_step=session.status()["step"], since=time.time())
     view = view_for_terminal()
     with Interrupts() as interrupts, view:
         follow(
@@ -47,7 +46,7 @@ def attach(run: LiveRun) -> None:
             view,
             is_over=lambda: session.status()["state"] not in ("starting", *UNDER_WAY),
             is_left=lambda: interrupts.count > 0,
-            after_step=step,
+            news=news,
         )
     status = session.status()
     session.detach()
@@ -110,6 +109,8 @@ def _raise_failure(status: dict[str, Any]) -> None:
     last_run = status["runs"][-1] if status["runs"] else {}
     error = last_run.get("error") or status.get("error")
     if error:
+        from verl_lab.runtime.messages import rebuild_error
+
         raise rebuild_error(error, "run")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_lab.cli.follow import Interrupts, follow, view_for_terminal
+from verl_lab.cli.follow import Interrupts, News, follow, view_for_terminal
 from verl_lab.cli.progress import View, heldout_score
 from verl_lab.cli.terminal import print_line
 
@@ -23,7 +24,7 @@ INTERRUPTED = 130
 
 def train(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the config's keys.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Over the config's keys.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="A YAML config.")
@@ -45,9 +46,11 @@ def train(
     if config is None and resume is None:
         raise typer.BadParameter("give --config FILE, or --resume RUN to go on with a run")
     keys = [*(overrides or []), *([f"name={name}"] if name else [])]
+    began = time.time()
     session, run = _begin(config, keys, resume)
+    news = News(after_step=session.status()["step"] if resume else -1, since=began)
     print_line(f"Run folder: {session.folder.path}")
-    num_interrupts = watch(session, run, view_for_terminal())
+    num_interrupts = watch(session, run, view_for_terminal(), news)
     try:
         if num_interrupts < 2:
             run.wait()  # it is over; this raises what it failed of
@@ -60,7 +63,7 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-def watch(session: Session, run: Run, view: View) -> int:
+def watch(session: Session, run: Run, view: View, news: News) -> int:
     """Shows a run to its end; a first Ctrl-C stops it, a second leaves. Returns how many came."""
     was_asked = False
 
@@ -74,7 +77,7 @@ def watch(session: Session, run: Run, view: View) -> int:
                 run.stop()
             return interrupts.count > 1
 
-        follow(session, view, is_over=lambda: run.is_over, is_left=is_left)
+        follow(session, view, is_over=lambda: run.is_over, is_left=is_left, news=news)
         return interrupts.count
 
 

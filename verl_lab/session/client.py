@@ -24,16 +24,22 @@ SLICE_MS = 100
 
 
 class Client:
-    """One attached client of a live session."""
+    """One attached client of a live session.
 
-    def __init__(self, info: folder.SessionInfo, owner: str) -> None:
+    Args:
+        info: which session.
+        owner: who this client is.
+        is_look: only look; it keeps nothing alive.
+    """
+
+    def __init__(self, info: folder.SessionInfo, owner: str, *, is_look: bool = False) -> None:
         self.info = info
         self._sockets = folder.root() / info.id
         self._numbers = itertools.count(1)
         self._lease = socket.socket(socket.AF_UNIX)
         try:
             self._lease.connect(str(self._sockets / "lease"))
-            self._lease.sendall(f"client {owner}\n".encode())
+            self._lease.sendall(f"{'look' if is_look else 'client'} {owner}\n".encode())
         except OSError as error:
             self._lease.close()
             raise self._gone(f"cannot be reached ({error})") from error

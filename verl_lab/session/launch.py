@@ -82,9 +82,9 @@ def replace_abandoned(owner: str, devices: set[str]) -> None:
     for info in folder.sessions():
         if info.owner != owner or not devices & set(info.devices):
             continue
-        client = Client(info, owner)
+        client = Client(info, owner, is_look=True)
         status = client.call("status", timeout_s=5.0)
-        if status["state"] in ("idle", "failed") and status["num_clients"] == 1:  # only this look
+        if status["state"] in ("idle", "failed") and not status["num_clients"]:
             client.call("close", timeout_s=5.0)
             client.wait_gone(10.0)
         client.close()
@@ -94,7 +94,7 @@ def describe(info: folder.SessionInfo) -> dict[str, Any]:
     """What `ps` shows of a live session, whether it answers or not."""
     known = asdict(info)
     try:
-        client = Client(info, "ps")
+        client = Client(info, "", is_look=True)
         try:
             return {**known, **client.call("status", timeout_s=2.0)}
         finally:

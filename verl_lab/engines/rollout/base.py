@@ -80,7 +80,7 @@ class RolloutEngine(Protocol):
     def generate(
         self, prompts: Batch, sampling: Sampling, *, step: int, slots: int, report: Report
     ) -> Batch:
-        """`sampling.group_size` responses per prompt, next to each other, in the order of the prompts.
+        """`sampling.group_size` responses per prompt, in the order of the prompts.
 
         Args:
             prompts: a row a prompt, with `group_id` and `prompt_ids`.
@@ -97,4 +97,4 @@ class RolloutEngine(Protocol):
         """
 
     def load_weights(self, folder: Path) -> dict[str, Any]:
-        """Takes over published weights; returns `version`, `hash` and `bytes` of what it then holds."""
+        """Takes over published weights; returns `version` and `hash` of what it then holds."""

@@ -106,8 +106,9 @@ class Policy:
             visible["sliding_attention"] = seen & (columns > positions[:, None] - self._window)
         lowest = torch.finfo(self.dtype).min
         masks = {
-            kind: torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
-            .masked_fill_(~visible[kind], lowest)[:, None, None]
+            kind: torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(
+                ~visible[kind], lowest
+            )[:, None, None]
             for kind in self._kinds
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -118,8 +119,9 @@ class Policy:
             kinds = {"full_attention" if self._window is None else "sliding_attention"}
         if kinds - ATTENTION:
             raise DataError(
-                f"{name}: {type(self.model).__name__} has layers of kind {sorted(kinds - ATTENTION)}, "
-                f"whose state is not keys and values; use a model with attention layers only"
+                f"{name}: {type(self.model).__name__} has layers of kind "
+                f"{sorted(kinds - ATTENTION)}, whose state is not keys and values; use a model "
+                f"with attention layers only"
             )
         return sorted(kinds)
 
@@ -138,8 +140,8 @@ class Policy:
         """Raises a ConfigError where a sequence could become longer than the model allows."""
         if self.max_length is not None and longest_prompt + max_new_tokens > self.max_length:
             raise ConfigError(
-                f"rollout.max_new_tokens: a prompt of {longest_prompt} tokens and {max_new_tokens} new "
-                f"ones are more than the model's {self.max_length} positions; lower it, or "
+                f"rollout.max_new_tokens: a prompt of {longest_prompt} tokens and {max_new_tokens} "
+                f"new ones are more than the model's {self.max_length} positions; lower it, or "
                 f"data.max_prompt_tokens"
             )
 

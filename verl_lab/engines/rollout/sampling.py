@@ -125,6 +125,7 @@ def _hashed_columns(num_columns: int, device: torch.device) -> Tensor:
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         _xor_shifted(bits, shift, scratch)
         bits.mul_(_signed(factor, 32))
+    _xor_shifted(bits, 16, scratch)
     return bits
 
 
@@ -140,7 +141,7 @@ def _least_in_top_p(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def _xor_shifted(bits: Tensor, shift: int, scratch: Tensor) -> None:
-    """bits ^= bits >>> shift, in place. The shift of int32 keeps the sign: its copies are cut off."""
+    """bits ^= bits >>> shift, in place. int32 shifts copy the sign; the copies are cut off."""
     torch.bitwise_right_shift(bits, shift, out=scratch)
     scratch &= (1 << (32 - shift)) - 1
     bits ^= scratch

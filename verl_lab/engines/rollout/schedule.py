@@ -27,7 +27,9 @@ class Sample:
         """Tokens whose keys and values are computed: all but the newest."""
         return self.prompt_length + len(self.response_ids) - 1
 
-    def add(self, token: int, logprob: float, *, stop_ids: frozenset[int], max_new_tokens: int) -> None:
+    def add(
+        self, token: int, logprob: float, *, stop_ids: frozenset[int], max_new_tokens: int
+    ) -> None:
         """Appends a token, and finishes if it is the last one."""
         self.response_ids.append(token)
         self.logprobs.append(logprob)
@@ -69,7 +71,7 @@ class Slots:
         return before - len(self.samples)
 
     def compact(self) -> Iterator[tuple[int, int, Sample]]:
-        """Closes gaps with the last samples; yields `(from slot, to slot, sample)` for each move."""
+        """Closes gaps with the last samples; yields `(from slot, to slot, sample)` of each move."""
         gap = 0
         while True:
             while self._places and self._places[-1] is None:

@@ -1,0 +1,41 @@
+"""Estimators of KL(policy || reference) from samples of the policy (Schulman, joschu.net/blog/kl-approx.html)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3", "straight_through"]
+MAX_LOG_RATIO = 20.0
+MAX_KL = 10.0
+
+
+def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """One estimate a token. With d = logprobs - ref_logprobs:
+
+    - `k1` = d: unbiased, may be negative; as a loss its gradient has zero mean, so use it in a reward
+    - `k2` = d² / 2: biased value, whose gradient is that of the reverse KL
+    - `k3` = exp(-d) + d - 1: unbiased and never negative; its gradient is that of the forward KL
+    - `straight_through`: the value of k3 with the gradient of k2
+
+    Args:
+        logprobs: any shape; gets a gradient.
+        ref_logprobs: the same shape.
+        estimator: one of the above.
+
+    Returns:
+        The same shape; d is clamped to ±20 and the estimate to ±10.
+    """
+    d = (logprobs - ref_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        value = d
+    elif estimator == "k2":
+        value = d.square() / 2
+    else:
+        value = (-d).exp() + d - 1
+    value = value.clamp(-MAX_KL, MAX_KL)
+    if estimator == "straight_through":
+        k2 = d.square() / 2
+        value = value.detach() + (k2 - k2.detach())
+    return value

@@ -1,0 +1,83 @@
+"""Rows of prompts from a file, a folder or a list; the dataset's own columns come along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from verl_lab.config.schema import DataConfig
+from verl_lab.errors import DataError
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path, key: str) -> list[Row]:
+    """The rows of a `.jsonl` or `.parquet` file, or of a folder that `datasets` wrote.
+
+    Args:
+        path: the file or folder.
+        key: the config key that named it, for errors.
+
+    Raises:
+        DataError: it is none of these, or a line is broken; names the line.
+    """
+    if not path.exists():
+        raise DataError(f"{key}: {path} does not exist")
+    if path.is_dir():
+        return _from_datasets(path, key)
+    if path.suffix in (".jsonl", ".json"):
+        return _from_jsonl(path, key)
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()  # type: ignore[no-any-return]
+    raise DataError(f"{key}: {path} is no .jsonl, no .parquet and no dataset folder")
+
+
+def with_prompt(rows: list[Row], config: DataConfig, key: str) -> list[Row]:
+    """The rows with their prompt under `prompt`, whatever its column was called.
+
+    Raises:
+        DataError: a row has no prompt; says which columns there are.
+    """
+    column = config.prompt_column
+    for number, row in enumerate(rows):
+        if not isinstance(row.get(column), str | list) or not row[column]:
+            raise DataError(
+                f"data.prompt_column: row {number} of {key} has no prompt in {column!r}; its columns are "
+                f"{', '.join(row)}"
+            )
+    if not rows:
+        raise DataError(f"{key}: has no rows; give at least one prompt")
+    return [{**{k: v for k, v in row.items() if k != column}, "prompt": row[column]} for row in rows]
+
+
+def _from_jsonl(path: Path, key: str) -> list[Row]:
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{key}: {path}:{number} is no JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{key}: {path}:{number} is {type(row).__name__}, not an object")
+        rows.append(row)
+    return rows
+
+
+def _from_datasets(path: Path, key: str) -> list[Row]:
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (FileNotFoundError, ValueError) as error:
+        raise DataError(f"{key}: {path} is no folder that datasets.save_to_disk wrote") from error
+    if isinstance(found, datasets.DatasetDict):
+        names = ", ".join(found)
+        if "train" not in found:
+            raise DataError(f"{key}: {path} has the splits {names} and no `train`; name one's folder")
+        found = found["train"]
+    return found.to_list()  # type: ignore[no-any-return]

@@ -1,0 +1,111 @@
+"""Verifiable tasks: they make problems, and check answers themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from typing import Any, Literal, Protocol
+
+from verl_lab.config.schema import TaskConfig
+from verl_lab.data.arithmetic import AddCompare
+from verl_lab.errors import ConfigError
+
+Split = Literal["train", "heldout"]
+OWN = {"add_compare": AddCompare}
+ENTRY = "task_entry"
+"""The column that keeps what a verifier needs, as JSON."""
+
+
+class Task(Protocol):
+    """A source of problems with its verifier."""
+
+    size: int
+    """Problems to train on."""
+
+    def problems(self, split: Split, size: int, seed: int) -> list[dict[str, str]]:
+        """Up to `size` distinct problems: `prompt`, `answer`, and what the verifier needs."""
+
+    def score(self, response: str, row: dict[str, Any]) -> float:
+        """How good a response is, 1 being right."""
+
+
+def make_task(config: TaskConfig) -> Task:
+    """The task of a name, with its options checked.
+
+    Raises:
+        ConfigError: there is no such task, or an option is not one of its own.
+    """
+    if config.name in OWN:
+        return _with_options(OWN[config.name], config)
+    return ReasoningGym(config)
+
+
+class ReasoningGym:
+    """A dataset of reasoning-gym, with its own verifier (github.com/open-thought/reasoning-gym).
+
+    The last `<answer>…</answer>` of a response is what is checked; without one, the whole response.
+    """
+
+    DEFAULT_SIZE = 4000
+
+    def __init__(self, config: TaskConfig) -> None:
+        from reasoning_gym.factory import DATASETS
+
+        self.name = config.name
+        if config.name not in DATASETS:
+            names = [*OWN, *DATASETS]
+            close = difflib.get_close_matches(config.name, names, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(f"task.name: there is no task {config.name}; {hint}there are {len(names)}")
+        dataset, settings = DATASETS[config.name]
+        options = {"size": self.DEFAULT_SIZE, **config.options}
+        _check_options({f.name for f in dataclasses.fields(settings)} - {"seed"}, config)
+        try:
+            self._settings = settings(**options)
+            self._settings.validate()
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(f"task: reasoning-gym refuses {options}: {error}") from error
+        self._make = dataset
+        self._verifier = dataset(self._settings)
+        self.size = int(options["size"])
+
+    def problems(self, split: Split, size: int, seed: int) -> list[dict[str, str]]:
+        """Distinct problems; the splits have seeds of their own."""
+        settings = dataclasses.replace(
+            self._settings, seed=2 * seed + (split == "heldout"), size=size
+        )
+        drawn: dict[str, dict[str, str]] = {}
+        for entry in self._make(settings):
+            drawn[entry["question"]] = {
+                "prompt": entry["question"],
+                "answer": str(entry["answer"]),
+                ENTRY: json.dumps(entry, default=str),
+            }
+        return list(drawn.values())
+
+    def score(self, response: str, row: dict[str, Any]) -> float:
+        """The dataset's own score of the answer in a response."""
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(response)
+        answer = response.strip() if answer is None else answer
+        return float(self._verifier.score_answer(answer, entry=json.loads(row[ENTRY])))
+
+
+def _with_options(kind: type[AddCompare], config: TaskConfig) -> AddCompare:
+    _check_options({field.name for field in dataclasses.fields(kind)}, config)
+    try:
+        return kind(**config.options)
+    except TypeError as error:
+        raise ConfigError(f"task: {config.name} refuses {config.options}: {error}") from error
+
+
+def _check_options(known: set[str], config: TaskConfig) -> None:
+    for key in config.options:
+        if key not in known:
+            close = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"did you mean task.{close[0]}? " if close else ""
+            raise ConfigError(
+                f"task.{key}: {config.name} has no such option; {hint}it has {', '.join(sorted(known))}"
+            )

@@ -1,0 +1,162 @@
+"""The reward service: scores samples in a process of its own, which the controller may kill.
+
+A function that raises costs the sample its score: the fallback takes its place, and the traceback is kept. A function
+that returns something that is no score stops the run with an error that names the sample, since any number in its
+place would be a lie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import numbers
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from verl_lab.batch.columns import Batch
+from verl_lab.config.schema import LabConfig
+from verl_lab.data.tasks import make_task
+from verl_lab.errors import ConfigError, RewardError
+from verl_lab.rewards.function import RewardFunction, from_reference
+from verl_lab.rewards.model import RewardModel
+
+Report = Callable[[dict[str, Any]], None]
+
+
+class RewardService:
+    """One reward worker.
+
+    Args:
+        config: the `LabConfig` as plain data.
+        functions: pickled reward functions by part.
+        rank: this worker's number among the reward workers.
+        device: what torch calls the device of this process.
+        report: is told of each row before it is scored one by one.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        functions: dict[str, bytes],
+        rank: int,
+        device: str,
+        report: Report,
+    ) -> None:
+        self._config = LabConfig.model_validate(config)
+        self.rank, self._report = rank, report
+        self._functions = {name: RewardFunction.loads(data) for name, data in functions.items()}
+        for part in self._config.reward.parts:
+            if ":" in part and part not in self._functions:
+                self._functions[part] = from_reference(part)
+        self._task = None if self._config.task is None else make_task(self._config.task)
+        model = self._config.reward_model
+        self._model = None if model is None else RewardModel(model.name_or_path, device)
+
+    def score(self, batch: Batch, part: str) -> tuple[Batch, dict[str, Any]]:
+        """Adds `reward/<part>`.
+
+        Returns:
+            The batch, and `errors` (rows whose call raised) with the `traceback` of the first.
+
+        Raises:
+            RewardError: a score is missing or no number; names the sample.
+        """
+        stats: dict[str, Any] = {"errors": 0, "traceback": ""}
+        scores = self._scores(batch, part, stats)
+        column = f"reward/{part}"
+        return batch.with_columns({column: _checked(scores, batch, part)}), stats
+
+    def _scores(self, batch: Batch, part: str, stats: dict[str, Any]) -> list[Any]:
+        if part == "reward_model" and self._model is not None:
+            return list(self._model.score(batch["prompt"], batch["response"]))
+        if part == "task" and self._task is not None:
+            score = self._task.score
+            return self._one_by_one(lambda row: score(row["response"], row), _rows(batch), stats)
+        if part not in self._functions:
+            known = [*self._functions, *["task"] * (self._task is not None)]
+            raise ConfigError(f"reward.parts: there is no part {part}; there are {', '.join(known)}")
+        function = self._functions[part]
+        function.check_columns(batch.names)
+        if function.style == "batched":
+            return self._as_batch(function, batch, stats)
+        return self._single(function, batch, stats)
+
+    def _single(
+        self, function: RewardFunction, batch: Batch, stats: dict[str, Any]
+    ) -> list[Any]:
+        names = [*function.own, *function.arguments(batch.names)]
+        rows = [{name: row[name] for name in names} for row in _rows(batch)]
+        if not function.is_async:
+            return self._one_by_one(lambda row: function(**row), rows, stats)
+
+        async def all_at_once() -> list[Any]:
+            return await asyncio.gather(*(function(**row) for row in rows), return_exceptions=True)
+
+        results = asyncio.run(all_at_once())
+        return [
+            self._failed(result, stats) if isinstance(result, Exception) else result
+            for result in results
+        ]
+
+    def _as_batch(
+        self, function: RewardFunction, batch: Batch, stats: dict[str, Any]
+    ) -> list[Any]:
+        own = {"prompts": batch["prompt"], "responses": batch["response"]}
+        columns = {name: batch[name] for name in function.arguments(batch.names)}
+        arguments = {**columns, **{name: own[name] for name in function.own}}
+        try:
+            result = function(**arguments)
+            if function.is_async:
+                result = asyncio.run(result)
+        except Exception as error:  # the user's function: its samples get the fallback
+            fallback = self._failed(error, stats)
+            stats["errors"] = len(batch)
+            return [fallback] * len(batch)
+        scores = [] if result is None else list(result)
+        if len(scores) != len(batch):
+            raise RewardError(
+                f"reward {function.name}: returned {len(scores)} scores for {len(batch)} responses; "
+                f"return one a response, in their order"
+            )
+        return scores
+
+    def _one_by_one(
+        self,
+        score: Callable[[dict[str, Any]], Any],
+        rows: list[dict[str, Any]],
+        stats: dict[str, Any],
+    ) -> list[Any]:
+        scores = []
+        for number, row in enumerate(rows):
+            self._report({"row": number})
+            try:
+                scores.append(score(row))
+            except Exception as error:  # the user's function: this sample gets the fallback
+                scores.append(self._failed(error, stats))
+        return scores
+
+    def _failed(self, error: Exception, stats: dict[str, Any]) -> float:
+        stats["errors"] += 1
+        stats["traceback"] = stats["traceback"] or "".join(traceback.format_exception(error))
+        return self._config.reward.fallback
+
+
+def _rows(batch: Batch) -> list[dict[str, Any]]:
+    return batch.table.to_pylist()  # type: ignore[no-any-return]
+
+
+def _checked(scores: list[Any], batch: Batch, part: str) -> np.ndarray[Any, Any]:
+    for row, score in enumerate(scores):
+        value = score.item() if hasattr(score, "item") else score
+        if not isinstance(value, numbers.Real) or math.isnan(value):
+            where = ", ".join(
+                f"{name} {batch[name][row]}" for name in ("group_id", "sample_id") if name in batch
+            )
+            raise RewardError(
+                f"reward {part}: gave {score!r} to the sample at row {row} ({where}); return a number, "
+                f"or raise to give it reward.fallback"
+            )
+    return np.array([float(score) for score in scores])
