@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
@@ -29,10 +30,13 @@ def run_with_workers(server, tmp_path):
 
 
 async def _run(server, sockets, tmp_path, scenario):
+    held = []
+
     async def hold(reader, writer):
-        while await reader.read(64):
-            continue
-        writer.close()
+        held.append(writer)
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(64):
+                continue
 
     lease = await asyncio.start_unix_server(hold, str(sockets / "lease"))
     here = str(Path(__file__).parent)
@@ -51,4 +55,10 @@ async def _run(server, sockets, tmp_path, scenario):
         return await asyncio.wait_for(scenario(supervisor), 60)
     finally:
         await supervisor.stop_all()
+        for peer in supervisor.peers.values():
+            peer.close()
         lease.close()
+        for writer in held:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from verl_lab.errors import LabError
 from verl_lab.runtime.launch.local import ForkServer
 from verl_lab.runtime.peer import Peer, gather
 from verl_lab.runtime.worker import WorkerSpec
@@ -128,7 +129,11 @@ class Supervisor:
         if peer.pid in self._early_exits:
             self._ended(peer.pid, self._early_exits.pop(peer.pid))
         self.on_change("started", peer)
-        await peer.ready(START_DEADLINE_S)
+        try:
+            await peer.ready(START_DEADLINE_S)
+        except LabError:
+            await self.stop(name)
+            raise
         return peer
 
     def _poll(self) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from verl_lab.runtime.messages import Message, decode, describe_error, encode
 
@@ -52,8 +52,8 @@ class WorkerSpec:
         return cls(**{**data, "arguments": decode([bytes.fromhex(data["arguments"])]).body})
 
 
-def run(data: dict[str, Any]) -> int:
-    """Runs a worker to its end; returns the exit code."""
+def run(data: dict[str, Any]) -> NoReturn:
+    """Runs a worker until it is killed or its lease ends."""
     spec = WorkerSpec.unpacked(data)
     settle(spec.cwd, spec.sys_path, spec.environment)
     _leave_with(spec.lease)
@@ -67,14 +67,11 @@ def run(data: dict[str, Any]) -> int:
     spill = Path(spec.spill)
     desk = Desk(lambda message: socket_.send_multipart(encode(message, spill), copy=False))
     module, _, name = spec.service.partition(":")
-    if not desk.answer(
+    desk.answer(
         READY,
         lambda: desk.open(getattr(importlib.import_module(module), name), spec.arguments, device),
-    ):
-        socket_.close()
-        zmq.Context.instance().term()
-        return 1
-    while True:
+    )
+    while True:  # also where the service could not be built: the controller ends this process then
         call = decode(socket_.recv_multipart())
         desk.answer(call.id, lambda call=call: desk.call(**call.body))  # type: ignore[misc]
 
@@ -100,16 +97,14 @@ class Desk:
             raise AttributeError(f"{method} is private")
         return getattr(self._service, method)(*args, **kwargs)
 
-    def answer(self, number: int, work: Callable[[], Any]) -> bool:
-        """Runs `work` and sends its result or its error; returns whether it went well."""
+    def answer(self, number: int, work: Callable[[], Any]) -> None:
+        """Runs `work` and sends its result or its error."""
         self._id = number
         try:
             reply = Message("reply", number, work())
         except Exception as error:  # carried to the caller, who raises it
-            self._send(Message("error", number, describe_error(error)))
-            return False
+            reply = Message("error", number, describe_error(error))
         self._send(reply)
-        return True
 
     def report(self, progress: dict[str, Any]) -> None:
         """Sends progress of the call under way, which also is a sign of life."""

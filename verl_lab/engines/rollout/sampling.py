@@ -17,7 +17,7 @@ from torch import Tensor
 LANES = 16
 """Rows are padded to a multiple of this many elements: an element then goes through the same
 vector instruction whatever the shape, so rounding does not depend on how many rows there are."""
-CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements worked on at once: what fits in a core's cache, what fills a GPU."""
 TOP_P_CANDIDATES = 1024
 """Likeliest tokens among which the `top_p` set is looked for first; sorting them all is slow."""
@@ -63,7 +63,7 @@ def choose(
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
-    step = max(1, CHUNK_ELEMENTS.get(logits.device.type, 1 << 16) // logits.shape[1])
+    step = max(1, CHUNK_ELEMENTS.get(logits.device.type, 1 << 18) // logits.shape[1])
     row_keys = _mix64_tensor(keys + positions * _signed(_GOLDEN, 64))
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for start in range(0, len(logits), step):
