@@ -1,0 +1,83 @@
+import math
+
+import pytest
+import torch
+
+from verl_lab.algos.logprobs import chunked_logprobs, token_logprobs
+from verl_lab.algos.mismatch import mismatch
+
+
+def test_logits_are_divided_by_the_temperature_before_the_softmax():
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]), 0.5)
+    # softmax of (0, 2 ln 3) is (0.1, 0.9); dividing log-probabilities would give 2 ln 0.75
+    assert logprobs.item() == pytest.approx(math.log(0.9))
+    assert entropy.item() == pytest.approx(-0.9 * math.log(0.9) - 0.1 * math.log(0.1))
+
+
+def test_half_precision_logits_are_computed_in_float32():
+    logits = torch.randn(4, 1000).bfloat16()
+    logprobs, _ = token_logprobs(logits, torch.arange(4), 1.0)
+    exact = logits.double().log_softmax(-1)[torch.arange(4), torch.arange(4)]
+    torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
+def test_chunks_change_neither_values_nor_gradients(chunk_tokens):
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    ids, upstream = torch.randint(11, (7,)), torch.randn(7, dtype=torch.float64)
+
+    def gradients(logprobs):
+        return torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
+
+    dense, entropy = token_logprobs(hidden @ weight.T, ids, 0.7)
+    found, found_entropy = chunked_logprobs(
+        hidden, lambda h: h @ weight.T, ids, temperature=0.7, chunk_tokens=chunk_tokens
+    )
+    torch.testing.assert_close(found, dense, atol=1e-10, rtol=0)
+    torch.testing.assert_close(found_entropy, entropy, atol=1e-10, rtol=0)
+    for one, other in zip(gradients(found), gradients(dense), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+def test_the_head_never_sees_more_than_a_chunk_also_in_the_backward_pass():
+    weight, sizes = torch.randn(11, 5), []
+
+    def head(hidden):
+        sizes.append(len(hidden))
+        return hidden @ weight.T
+
+    hidden = torch.randn(10, 5, requires_grad=True)
+    ids = torch.randint(11, (10,))
+    logprobs, _ = chunked_logprobs(hidden, head, ids, temperature=1.0, chunk_tokens=4)
+    logprobs.sum().backward()
+    assert sorted(sizes) == [2, 2, 4, 4, 4, 4]
+
+
+def test_logits_are_not_kept_for_the_backward_pass():
+    kept = []
+    weight = torch.randn(1000, 4)
+    hidden = torch.randn(6, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        chunked_logprobs(
+            hidden, lambda h: h @ weight.T, torch.arange(6), temperature=1.0, chunk_tokens=3
+        )
+    assert max(kept) < 1000
+
+
+def test_mismatch_of_processes_that_agree_is_nothing():
+    logprobs, mask = torch.randn(5), torch.tensor([True] * 4 + [False])
+    found = mismatch(logprobs, logprobs, mask)
+    assert [found[n].item() for n in ("mismatch_kl", "mismatch_max", "ess")] == [0, 1, 1]
+
+
+def test_mismatch_by_hand():
+    old = torch.tensor([0.5, 0.4, 0.3, 0.2, 0.6, 1.0]).log()
+    rollout = torch.tensor([0.25, 0.4, 0.1, 0.2, 0.5, float("nan")]).log()
+    found = mismatch(old, rollout, torch.tensor([True] * 5 + [False]))
+    # rho = 2, 1, 3, 1, 1.2; k3(rollout || old) = rho - 1 - ln rho
+    expected = sum(r - 1 - math.log(r) for r in (2, 1, 3, 1, 1.2)) / 5
+    assert found["mismatch_kl"].item() == pytest.approx(expected, rel=1e-5)
+    assert found["mismatch_max"].item() == pytest.approx(3, rel=1e-5)
+    assert found["ess"].item() == pytest.approx(8.2**2 / (5 * (4 + 1 + 9 + 1 + 1.44)), rel=1e-5)
