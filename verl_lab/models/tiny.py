@@ -99,6 +99,7 @@ def batches(batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 def build(to: Path, *, num_steps: int, batch_size: int, peak: float, seed: int = 0) -> None:
     """Trains the policy and writes it as a model folder."""
     torch.manual_seed(seed)
+    torch.set_num_threads(1)  # the sums of several threads would depend on their number
     coder = tokenizer()
     policy = model(len(coder)).train()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=peak, weight_decay=0.01, fused=True)
@@ -124,9 +125,9 @@ def main() -> None:
     """Builds into the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--to", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--steps", type=int, default=3000, help="supervised training steps")
-    parser.add_argument("--batch-size", type=int, default=256, help="problems a step")
-    parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--steps", type=int, default=2000, help="supervised training steps")
+    parser.add_argument("--batch-size", type=int, default=192, help="problems a step")
+    parser.add_argument("--peak", type=float, default=3e-3, help="peak learning rate")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     build(

@@ -11,7 +11,7 @@ from torch import Tensor, tensor
 from verl_lab.algos.logprobs import token_logprobs
 from verl_lab.engines.rollout.base import Report, Sampling
 from verl_lab.engines.rollout.cache import SlotCache
-from verl_lab.engines.rollout.policy import Policy
+from verl_lab.engines.rollout.policy import Policy, rounded
 from verl_lab.engines.rollout.prefill import Prefill, Start
 from verl_lab.engines.rollout.sampling import choose
 from verl_lab.engines.rollout.schedule import Sample, Slots
@@ -49,7 +49,7 @@ class Generation:
         self._slots = Slots(num_slots)
         longest = max(map(len, prompts))
         self._cache = SlotCache(
-            max(num_slots, policy.min_rows),
+            rounded(num_slots, policy.row_step),
             length=longest + min(sampling.max_new_tokens, FIRST_RESERVE),
             max_length=longest + sampling.max_new_tokens,
         )

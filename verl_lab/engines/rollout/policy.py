@@ -6,6 +6,7 @@ Letters: `n` rows, `V` vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from verl_lab.engines.rollout.cache import PromptCache, SlotCache
 from verl_lab.errors import ConfigError, DataError
 
 LENGTH_STEP = 16
-"""Lengths are rounded up to a multiple of this many tokens, see `MIN_ROWS`."""
-MIN_ROWS = {"cpu": 4}
-"""Fewest rows of a matrix product. With fewer, the CPU's kernels add up in another order. From here
-on, and with lengths in steps of `LENGTH_STEP`, a row's numbers do not depend on the others."""
+"""Lengths are rounded up to a multiple of this many tokens, see `ROW_STEP`."""
+ROW_STEP = {"cpu": 4}
+"""Matrix products have a multiple of this many rows: the CPU's kernels add up in another order in the
+rows left over. So, and with lengths in steps of `LENGTH_STEP`, a row's numbers do not depend on how
+many others there are. (With several threads this also needs `MKL_CBWR=AUTO,STRICT`.)"""
 ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers whose state is keys and values alone."""
 
@@ -39,7 +41,7 @@ class Policy:
             model.set_attn_implementation("sdpa")  # type: ignore[operator]
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.min_rows = MIN_ROWS.get(self.device.type, 1)
+        self.row_step = ROW_STEP.get(self.device.type, 1)
         self.vocab_size: int = self.config.vocab_size
         self.max_length: int | None = getattr(self.config, "max_position_embeddings", None)
         self._window: int | None = getattr(self.config, "sliding_window", None)
@@ -55,8 +57,8 @@ class Policy:
         width = rounded(max(map(len, prompts)))
         ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts])
         last = torch.tensor([len(ids) - 1 for ids in prompts])
-        # Asking for a position several times makes the product with the output matrix large enough.
-        copies = -(-self.min_rows // len(prompts))
+        # Asking for a position several times rounds up the rows of the product with the output matrix.
+        copies = self.row_step // math.gcd(self.row_step, len(prompts))
         cache = PromptCache()
         logits = self._forward(
             cache,
@@ -78,7 +80,7 @@ class Policy:
             Logits [n, V] after these tokens.
         """
         n = len(ids)
-        spare = [0] * (self.min_rows - n)
+        spare = [0] * (rounded(n, self.row_step) - n)
         packed = torch.tensor([ids + spare, positions + spare]).to(self.device)
         length = rounded(max(positions) + 1)
         cache.make_room(length)
@@ -146,6 +148,6 @@ class Policy:
             )
 
 
-def rounded(length: int) -> int:
-    """The length of tensors that hold `length` tokens."""
-    return -(-length // LENGTH_STEP) * LENGTH_STEP
+def rounded(number: int, step: int = LENGTH_STEP) -> int:
+    """The next multiple of `step`; by default, the length of tensors that hold so many tokens."""
+    return -(-number // step) * step
