@@ -34,7 +34,7 @@ class TrainerService:
         dtype: torch.dtype = getattr(torch, settings.model.torch_dtype)
         model = _load(settings.model, device, torch.float32)
         if trainer.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            model.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             model.train()
         self._engine = PolicyTrainer(
             model,
