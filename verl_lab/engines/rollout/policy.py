@@ -18,9 +18,9 @@ from verl_lab.errors import ConfigError, DataError
 LENGTH_STEP = 16
 """Lengths are rounded up to a multiple of this many tokens, see `ROW_STEP`."""
 ROW_STEP = {"cpu": 4}
-"""Matrix products have a multiple of this many rows: in the rows left over, the CPU's kernels add up
-in another order. So, and with lengths in steps of `LENGTH_STEP`, a row's numbers do not depend on how
-many others there are. (With several threads this also needs `MKL_CBWR=AUTO,STRICT`.)"""
+"""Matrix products have a multiple of this many rows: in rows left over, the CPU's kernels add up in
+another order. So, and with lengths in steps of `LENGTH_STEP`, a row's numbers do not depend on the
+number of others. (With several threads this also needs `MKL_CBWR=AUTO,STRICT`.)"""
 ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers whose state is keys and values alone."""
 
@@ -57,7 +57,7 @@ class Policy:
         width = rounded(max(map(len, prompts)))
         ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts])
         last = torch.tensor([len(ids) - 1 for ids in prompts])
-        # A position asked for several times rounds up the rows of the product with the output matrix.
+        # Asking for a position several times rounds up the rows of the last matrix product.
         copies = self.row_step // math.gcd(self.row_step, len(prompts))
         cache = PromptCache()
         logits = self._forward(

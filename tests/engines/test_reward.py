@@ -1,0 +1,134 @@
+import pytest
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from verl_lab.batch.columns import Batch
+from verl_lab.config.load import load_config
+from verl_lab.engines.reward import RewardService
+from verl_lab.errors import ConfigError, RewardError
+from verl_lab.models.tiny import tokenizer
+from verl_lab.rewards.function import reward
+
+
+@pytest.fixture
+def batch():
+    return Batch.from_dict(
+        {
+            "group_id": [5, 5, 6],
+            "sample_id": [0, 1, 0],
+            "prompt": ["1+1=", "1+1=", "2+2="],
+            "response": ["2", "3", "4"],
+            "answer": ["2", "2", "4"],
+        }
+    )
+
+
+@pytest.fixture
+def service():
+    def make(*functions, report=lambda progress: None, **sections):
+        config = load_config({"model": {"name_or_path": "m"}, **sections})
+        made = {f.name: f.dumps() for f in map(reward, functions)}
+        return RewardService(config.model_dump(mode="json"), made, 0, "cpu", report)
+
+    return make
+
+
+def test_a_function_of_one_response_gets_its_columns_and_reports_each_row(service, batch):
+    def right(prompt, response, answer):
+        return float(response == answer)
+
+    rows = []
+    scored, stats = service(right, report=rows.append).score(batch, "right")
+    assert scored["reward/right"] == [1, 0, 1]
+    assert stats == {"errors": 0, "traceback": ""}
+    assert rows == [{"row": 0}, {"row": 1}, {"row": 2}]
+
+
+def test_batched_and_async_functions_score_alike(service, batch):
+    def batched(prompts, responses, answer):
+        return [float(r == a) for r, a in zip(responses, answer, strict=True)]
+
+    async def batched_async(responses, answer):
+        return batched(None, responses, answer)
+
+    async def single_async(response, answer):
+        return float(response == answer)
+
+    made = service(batched, batched_async, single_async)
+    for name in ("batched", "batched_async", "single_async"):
+        assert made.score(batch, name)[0][f"reward/{name}"] == [1, 0, 1]
+
+
+def test_an_exception_costs_one_sample_its_score_and_shows_the_users_line(service, batch):
+    def fragile(response):
+        return 1 / (int(response) - 3)
+
+    made = service(fragile, reward={"fallback": -7.0})
+    scored, stats = made.score(batch, "fragile")
+    assert scored["reward/fragile"] == [-1, -7, 1]
+    assert stats["errors"] == 1
+    assert "return 1 / (int(response) - 3)" in stats["traceback"]
+
+
+def test_an_exception_in_a_batched_function_costs_all_of_its_samples(service, batch):
+    def broken(responses):
+        raise KeyError("x")
+
+    scored, stats = service(broken, reward={"fallback": 0.5}).score(batch, "broken")
+    assert scored["reward/broken"] == [0.5] * 3
+    assert stats["errors"] == 3
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), "high"])
+def test_what_is_no_number_stops_with_the_samples_name(service, batch, bad):
+    def odd(response):
+        return bad if response == "3" else 1.0
+
+    with pytest.raises(RewardError, match=r"row 1 \(group_id 5, sample_id 1\); return a number"):
+        service(odd).score(batch, "odd")
+
+
+def test_too_few_scores_are_refused(service, batch):
+    def two(responses):
+        return [1.0, 2.0]
+
+    with pytest.raises(RewardError, match="returned 2 scores for 3 responses"):
+        service(two).score(batch, "two")
+
+
+def test_the_tasks_verifier_is_a_part(service, batch):
+    made = service(task={"name": "add_compare"})
+    assert made.score(batch, "task")[0]["reward/task"] == [1, 0, 1]
+
+
+def test_a_part_can_name_a_file(service, batch, tmp_path):
+    file = tmp_path / "scores.py"
+    file.write_text("def short(response):\n    return -len(response)\n")
+    part = f"{file}:short"
+    made = service(reward={"parts": {part: 1.0}})
+    assert made.score(batch, part)[0][f"reward/{part}"] == [-1, -1, -1]
+
+
+def test_an_unknown_part_names_those_there_are(service, batch):
+    with pytest.raises(ConfigError, match="no part speed; there are task"):
+        service(task={"name": "add_compare"}).score(batch, "speed")
+
+
+def test_a_sequence_classifier_scores_prompt_and_response(service, batch, tmp_path):
+    coder = tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(coder),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    model = LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    coder.save_pretrained(tmp_path)
+    made = service(reward_model={"name_or_path": str(tmp_path)})
+    found = made.score(batch, "reward_model")[0]["reward/reward_model"]
+    for score, prompt, response in zip(found, batch["prompt"], batch["response"], strict=True):
+        alone = model(**coder(prompt, response, return_tensors="pt")).logits[0, 0].item()
+        assert score == pytest.approx(alone, abs=1e-5)
