@@ -123,7 +123,7 @@ def test_a_killed_reward_worker_changes_no_score(open_session, wait_until):
 
 
 def test_an_interrupt_of_a_waiting_kernel_stops_the_waiting_and_not_the_run(
-    kernel, config_file
+    kernel, config_file, wait_until
 ):
     then = """
 print(s.folder.path, flush=True)
@@ -141,8 +141,7 @@ except KeyboardInterrupt as stopped:
     os.killpg(first.process.pid, signal.SIGINT)
     assert first.line() == "StoppedWaiting training"
     before = session.status()["step"]
-    time.sleep(1)
-    assert session.status()["step"] > before
+    assert wait_until(lambda: session.status()["step"] > before, 30)
     session.close()
 
 

@@ -65,10 +65,9 @@ class Conductor:
         else:
             self._opened.set_result(None)
 
-    async def close(self) -> None:
-        """Ends a run under way where it is, and closes the records."""
+    async def stop_working(self) -> None:
+        """Ends a run under way where it is."""
         await cancelled(self._training)
-        self.experiment.close()
 
     async def ready(self) -> None:
         """Waits until the session can be used."""

@@ -34,6 +34,8 @@ from verl_lab.runtime.worker import settle
 from verl_lab.store.folder import RunFolder
 
 log = logging.getLogger("controller")
+FIRST_CLIENT_S = 60.0
+"""How much longer than `keep_alive_s` the first client may take to come."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Controller:
         self.closing = asyncio.Event()
         self._server = server
         self._num_clients = 0
-        self._idle_since = time.monotonic()
+        self._idle_since = time.monotonic() + FIRST_CLIENT_S
         self._connections: set[asyncio.StreamWriter] = set()
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -120,8 +122,9 @@ class Controller:
         finally:
             for task in (starting, serving, *self._calls):
                 await cancelled(task)
-            await self.conductor.close()
+            await self.conductor.stop_working()
             await supervisor.stop_all()
+            self.conductor.experiment.close()
             router.close(linger=500)
             lease.close()
             folder.remove(self.spec.session_id)
@@ -168,7 +171,9 @@ class Controller:
         while not self.closing.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.closing.wait(), timeout=0.1)
-            if self._num_clients or self.conductor.is_working:
+            if self.conductor.is_working:
+                self._idle_since = max(self._idle_since, time.monotonic())
+            if self._num_clients:
                 self._idle_since = time.monotonic()
             elif time.monotonic() - self._idle_since >= self.spec.keep_alive_s:
                 log.info("lease over: no client for %g s", self.spec.keep_alive_s)
@@ -178,7 +183,7 @@ class Controller:
         self._connections.add(writer)
         is_client = (await reader.readline()).startswith(b"client")
         self._num_clients += is_client
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             while await reader.read(64):
                 continue
         self._num_clients -= is_client

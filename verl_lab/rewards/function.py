@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import linecache
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -93,9 +94,20 @@ class RewardFunction:
     @staticmethod
     def loads(data: bytes) -> RewardFunction:
         """The inverse of `dumps`."""
-        function = cloudpickle.loads(data)
-        assert isinstance(function, RewardFunction)
-        return function
+        loaded = cloudpickle.loads(data)
+        assert isinstance(loaded, RewardFunction)
+        loaded._show_source()
+        return loaded
+
+    def _show_source(self) -> None:
+        """Lets tracebacks show the function's lines, which lie in a cell of another process."""
+        code = getattr(self.function, "__code__", None)
+        if code is None or not self.source:
+            return
+        name = f"<reward {self.name}>"
+        self.function.__code__ = code.replace(co_filename=name)  # type: ignore[attr-defined]
+        lines = ["\n"] * (code.co_firstlineno - 1) + self.source.splitlines(keepends=True)
+        linecache.cache[name] = (len(self.source), None, lines, name)
 
 
 @overload

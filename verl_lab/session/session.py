@@ -112,9 +112,10 @@ class Session:
         """Waits until every process is ready; raises what kept one from starting."""
         try:
             self.call("ready", timeout_s=timeout_s)
+        except DeadlineError:
+            raise  # it may still come up
         except LabError:
-            if self.status()["state"] == "failed":
-                self.close()
+            self.close()
             raise
         return self
 
