@@ -1,9 +1,10 @@
-"""How long a user waits: import, first session, second session in the same kernel, `train` returning.
+"""How long a user waits: import, first session, second session in the same kernel, `train`
+returning.
 
     python benchmarks/startup.py [--json FILE] [--quick]
 
-Medians of repeats on the shipped policy, with the spread. `first session` includes starting the fork server,
-which imports torch and transformers; the sessions after it are forked off that.
+Medians of repeats on the shipped policy, with the spread. `first session` includes starting the
+fork server, which imports torch and transformers; the sessions after it are forked off that.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def import_s(module: str) -> float:
 
 
 def session_times(runs_dir: str) -> dict[str, float]:
-    """Seconds until a session is ready, until `train` returns, and until the first step is recorded."""
+    """Seconds until a session is ready, until `train` returns, and until the first step is
+    recorded."""
     began = time.perf_counter()
     session = lab.Session({**CONFIG, "runs_dir": runs_dir}, keep_alive_s=0)
     session.start()

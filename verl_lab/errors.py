@@ -1,4 +1,5 @@
-"""What verl_lab raises. Every message is `<dotted key or name>: <what is wrong, with the value>; <what to do>`.
+"""What verl_lab raises. Every message is `<dotted key or name>: <what is wrong, with the value>;
+<what to do>`.
 
 LabError
 ├── ConfigError(ValueError)     a config file or override is wrong; names every key that is

@@ -55,7 +55,9 @@ def test_groups_go_by_id_and_not_by_position():
     rewards, ids = [1.0, 5, 0, 7, 0, 9], [3, 8, 3, 8, 3, 8]
     apart = dict(zip(ids, [None] * 6, strict=True))
     for group in apart:
-        apart[group] = iter(advantages([r for r, g in zip(rewards, ids, strict=True) if g == group]))
+        apart[group] = iter(
+            advantages([r for r, g in zip(rewards, ids, strict=True) if g == group])
+        )
     assert advantages(rewards, ids) == pytest.approx([next(apart[g]) for g in ids])
 
 

@@ -59,7 +59,9 @@ def test_logits_are_not_kept_for_the_backward_pass():
     kept = []
     weight = torch.randn(1000, 4)
     hidden = torch.randn(6, 4, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         chunked_logprobs(
             hidden, lambda h: h @ weight.T, torch.arange(6), temperature=1.0, chunk_tokens=3
         )

@@ -60,7 +60,9 @@ def test_gpus_are_counted_as_visible(monkeypatch):
 
 def test_a_missing_device_says_what_there_is():
     config = load_config(BASE, ["trainer.device_map=cpu:500"])
-    with pytest.raises(DeviceError, match=r"trainer.device_map: cpu:500 does not exist here; there is"):
+    with pytest.raises(
+        DeviceError, match=r"trainer.device_map: cpu:500 does not exist here; there is"
+    ):
         resolve_devices(config)
 
 

@@ -102,8 +102,9 @@ trainer: {device_map: ["cuda:x"]}
 def test_sizes_that_do_not_divide_name_both_keys_and_what_would_do():
     with pytest.raises(ConfigError) as e:
         load_config({**MODEL, "trainer": {"train_batch_size": 30}})
-    assert "trainer.train_batch_size=30 is no multiple of rollout.group_size=8; use 24 or 32" in str(
-        e.value
+    assert (
+        "trainer.train_batch_size=30 is no multiple of rollout.group_size=8; use 24 or 32"
+        in str(e.value)
     )
     with pytest.raises(ConfigError, match=re.escape("use one of [1, 2, 4, 8]")):
         load_config({**MODEL, "trainer": {"updates_per_step": 3}})
@@ -115,7 +116,7 @@ def test_prompts_come_from_one_place_only():
 
 
 def test_a_group_baseline_needs_a_group():
-    with pytest.raises(ConfigError, match="rollout.group_size=1: algorithm.baseline=group_mean"):
+    with pytest.raises(ConfigError, match=r"rollout\.group_size=1: algorithm\.baseline=group_mean"):
         load_config({**TASK, "rollout": {"group_size": 1}})
 
 

@@ -19,7 +19,7 @@ class Characters:
         return {"input_ids": [0, *map(ord, text)]}
 
     def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict):
-        assert add_generation_prompt and tokenize and not return_dict
+        assert (add_generation_prompt, tokenize, return_dict) == (True, True, False)
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
         return [0, *map(ord, text)]
 

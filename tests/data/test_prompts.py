@@ -109,8 +109,8 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(settings, tokenizer)
     prompts = load_prompts(config, tokenizer)
     assert prompts.num_too_long == 1
     assert sorted(prompts.train.next(2)["prompt"]) == ["1+1=", "2+2="]
-    with pytest.raises(DataError, match=r"data\.max_prompt_tokens: all 1 prompts are longer than 2"):
-        config = settings(data={"prompts": given[:1], "max_prompt_tokens": 2, "heldout_size": 0})
+    config = settings(data={"prompts": given[:1], "max_prompt_tokens": 2, "heldout_size": 0})
+    with pytest.raises(DataError, match=r"data\.max_prompt_tokens: all 1 prompts are longer"):
         load_prompts(config, tokenizer)
 
 
@@ -123,13 +123,16 @@ def test_broken_data_names_the_place(settings, tokenizer, tmp_path):
 
     with pytest.raises(DataError, match=r"data.jsonl:2 is no JSON"):
         load('{"prompt": "1"}\n{"prompt": ')
-    with pytest.raises(DataError, match=r"data\.prompt_column: row 0 .* its columns are question, a"):
+    with pytest.raises(
+        DataError, match=r"data\.prompt_column: row 0 .* its columns are question, a"
+    ):
         load('{"question": "1", "a": 2}')
     with pytest.raises(DataError, match="has no rows"):
         load("")
+    (tmp_path / "data.csv").write_text("a")
+    table = settings(data={"path": str(tmp_path / "data.csv")})
     with pytest.raises(DataError, match=r"no \.jsonl, no \.parquet"):
-        (tmp_path / "data.csv").write_text("a")
-        load_prompts(settings(data={"path": str(tmp_path / "data.csv")}), tokenizer)
+        load_prompts(table, tokenizer)
 
 
 def test_a_task_brings_problems_that_are_never_in_both_sets(settings, tokenizer):

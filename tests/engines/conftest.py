@@ -14,7 +14,11 @@ SIZES = {
     "eos_token_id": 2,
 }
 KINDS = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2}),
 }
 

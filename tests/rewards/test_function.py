@@ -68,7 +68,9 @@ def test_closures_and_lambdas_travel_by_value():
 
 
 def test_a_users_own_module_travels_with_its_function(tmp_path, monkeypatch):
-    (tmp_path / "my_scores.py").write_text("FACTOR = 3\ndef score(response):\n    return FACTOR * len(response)\n")
+    (tmp_path / "my_scores.py").write_text(
+        "FACTOR = 3\ndef score(response):\n    return FACTOR * len(response)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     import my_scores
 

@@ -20,7 +20,8 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def run_with_workers(server, tmp_path):
-    """Runs `scenario(supervisor)` in an event loop with a lease socket, and stops all workers after."""
+    """Runs `scenario(supervisor)` in an event loop with a lease socket, and stops all workers
+    after."""
 
     def run(scenario):
         with tempfile.TemporaryDirectory(prefix="vl-") as sockets:

@@ -52,7 +52,9 @@ def test_a_death_fails_the_call_within_a_second_and_says_who_how_and_why(run_wit
     async def scenario(supervisor):
         peer = await echo(supervisor)
         began = time.monotonic()
-        with pytest.raises(WorkerError, match=r"rollout-0: died with exit code 7 during `die`") as e:
+        with pytest.raises(
+            WorkerError, match=r"rollout-0: died with exit code 7 during `die`"
+        ) as e:
             await peer.call("die", 7, deadline_s=30)
         assert time.monotonic() - began < 1
         assert "last words" in e.value.log_tail
@@ -77,7 +79,9 @@ def test_a_kill_is_named_by_its_signal(run_with_workers):
 def test_silence_beyond_the_deadline_is_an_error_and_the_late_answer_is_dropped(run_with_workers):
     async def scenario(supervisor):
         peer = await echo(supervisor)
-        with pytest.raises(DeadlineError, match=r"rollout-0: gave no sign of life for 0.2 s during"):
+        with pytest.raises(
+            DeadlineError, match=r"rollout-0: gave no sign of life for 0.2 s during"
+        ):
             await peer.call("sleep", 0.6, deadline_s=0.2)
         answer = await peer.call("say", "next", deadline_s=5)
         assert answer["said"] == "next"

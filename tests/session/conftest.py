@@ -26,7 +26,8 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def runtime_folder(monkeypatch):
-    """A runtime folder of the test's own, so that tests neither see nor replace each other's sessions."""
+    """A runtime folder of the test's own, so that tests neither see nor replace each other's
+    sessions."""
     with tempfile.TemporaryDirectory(prefix="vl-") as path:
         monkeypatch.setenv("VERL_LAB_RUNTIME_DIR", path)
         yield Path(path)
@@ -135,5 +136,3 @@ def holdings():
 @pytest.fixture
 def wait_until():
     return until
-
-

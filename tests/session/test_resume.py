@@ -10,7 +10,12 @@ import verl_lab as lab
 from verl_lab.errors import DataError, StateError
 
 TIMES = ("time/", "rollout/tokens_per_s", "memory/")
-KNOBS = ("steps=6", "trainer.lr_schedule=linear", "trainer.warmup_steps=2", "algorithm.kl_coef=0.01")
+KNOBS = (
+    "steps=6",
+    "trainer.lr_schedule=linear",
+    "trainer.warmup_steps=2",
+    "algorithm.kl_coef=0.01",
+)
 
 
 def weights(session):

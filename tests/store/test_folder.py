@@ -22,7 +22,9 @@ def test_a_name_that_is_taken_gets_the_next_number(tmp_path):
 
 def test_a_folder_that_is_no_run_names_those_near_it(tmp_path):
     RunFolder.create(tmp_path, "quickstart-1", "x").write_config("a: 1")
-    with pytest.raises(DataError, match=r"quickstart-2: is no run folder; near it are quickstart-1"):
+    with pytest.raises(
+        DataError, match=r"quickstart-2: is no run folder; near it are quickstart-1"
+    ):
         RunFolder.open(tmp_path / "quickstart-2")
 
 

@@ -32,7 +32,8 @@ def group_advantages(
     - RLOO (Ahmadian et al. 2024, arXiv:2402.14740): `leave_one_out`, `none`:
       A_i = r_i - mean of the others = n/(n-1) (r_i - mean)
 
-    A group whose rewards are all equal gets exactly 0 with either group baseline, and so does a group of one.
+    A group whose rewards are all equal gets exactly 0 with either group baseline, and so does a
+    group of one.
 
     Args:
         rewards: [B].
@@ -76,13 +77,14 @@ def constant_groups(rewards: Tensor, group_ids: Tensor) -> int:
 def _check(rewards: Tensor, group_ids: Tensor) -> None:
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
         raise ShapeError(
-            f"rewards and group_ids must be [B], got {tuple(rewards.shape)} and {tuple(group_ids.shape)}"
+            f"rewards and group_ids must be [B], got {tuple(rewards.shape)} and "
+            f"{tuple(group_ids.shape)}"
         )
 
 
 def _groups(group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The group of each sample, counted from 0, and the size of each group."""
-    _, group, size = group_ids.unique(return_inverse=True, return_counts=True)
+    _, group, size = torch.unique(group_ids, return_inverse=True, return_counts=True)
     return group, size
 
 

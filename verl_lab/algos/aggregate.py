@@ -1,7 +1,8 @@
 """How token losses become one number, as a weight a token.
 
-Shapes: T response tokens of a micro-batch, one after the other. A weighted sum over tokens is linear, so the parts
-of any split into micro-batches add up to the whole, if all use the same normalisers: those of the whole update.
+Shapes: T response tokens of a micro-batch, one after the other. A weighted sum over tokens is
+linear, so the parts of any split into micro-batches add up to the whole, if all use the same
+normalisers: those of the whole update.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def normalisers(loss_mask: Tensor, sample_index: Tensor) -> tuple[int, int]:
         loss_mask: [T] bool.
         sample_index: [T] int64, the sample of each token.
     """
-    return int(loss_mask.sum()), int(sample_index[loss_mask].unique().numel())
+    return int(loss_mask.sum()), int(torch.unique(sample_index[loss_mask]).numel())
 
 
 def token_weights(
@@ -42,8 +43,8 @@ def token_weights(
     - `token-mean`: 1 / N
     - `seq-mean-token-mean`: 1 / (B T_i), GRPO as published (arXiv:2402.03300, eq. 3)
     - `seq-mean-token-sum`: 1 / B
-    - `seq-mean-token-sum-norm`: 1 / (B L), Dr.GRPO (arXiv:2503.20783, sec. 3.2); L is a constant, so that padding
-      and the other samples change nothing
+    - `seq-mean-token-sum-norm`: 1 / (B L), Dr.GRPO (arXiv:2503.20783, sec. 3.2); L is a constant,
+      so that padding and the other samples change nothing
 
     Args:
         loss_mask: [T] bool, True on the tokens that train; a sample's tokens must all be here.

@@ -1,4 +1,5 @@
-"""Estimators of KL(policy || reference) from samples of the policy (Schulman, joschu.net/blog/kl-approx.html)."""
+"""Estimators of KL(policy || reference) from samples of the policy (Schulman,
+joschu.net/blog/kl-approx.html)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ MAX_KL = 10.0
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
     """One estimate a token. With d = logprobs - ref_logprobs:
 
-    - `k1` = d: unbiased, may be negative; as a loss its gradient has zero mean, so use it in a reward
+    - `k1` = d: unbiased, may be negative; as a loss its gradient has zero mean, so use it in a
+      reward
     - `k2` = d² / 2: biased value, whose gradient is that of the reverse KL
     - `k3` = exp(-d) + d - 1: unbiased and never negative; its gradient is that of the forward KL
     - `straight_through`: the value of k3 with the gradient of k2

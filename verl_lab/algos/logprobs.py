@@ -2,7 +2,8 @@
 
     logprob(y) = z[y] / T - logsumexp(z / T), with logits z in float32
 
-Dividing log-probabilities by T instead would be wrong. Shapes: N tokens, V vocabulary, D hidden size.
+Dividing log-probabilities by T instead would be wrong. Shapes: N tokens, V vocabulary, D hidden
+size.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def chunked_logprobs(
         checkpoint(of_chunk, part, part_ids, use_reentrant=False, preserve_rng_state=False)
         if torch.is_grad_enabled()
         else of_chunk(part, part_ids)
-        for part, part_ids in zip(hidden.split(chunk_tokens), ids.split(chunk_tokens), strict=True)
+        for part, part_ids in zip(
+            torch.split(hidden, chunk_tokens), torch.split(ids, chunk_tokens), strict=True
+        )
     ]
     logprobs, entropy = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)

@@ -1,8 +1,8 @@
 """Policy losses: pure functions of tensors and numbers.
 
-Shapes: T response tokens, one after the other. Each loss returns a scalar that is a weighted sum over tokens, with the
-weights of `algos.aggregate`, and metrics that add up over micro-batches too (those named `…_max` do not: take the
-largest).
+Shapes: T response tokens, one after the other. Each loss returns a scalar that is a weighted sum
+over tokens, with the weights of `algos.aggregate`, and metrics that add up over micro-batches too
+(those named `…_max` do not: take the largest).
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ def ppo_policy_loss(
         logprobs: [T] of the policy being trained; the only input that gets a gradient.
         old_logprobs: [T] of the policy as it was when this step began.
         advantages: [T].
-        loss_mask: [T] bool, True on the tokens that train. Other positions may hold anything, inf and nan included.
+        loss_mask: [T] bool, True on the tokens that train. Other positions may hold anything, inf
+            and nan included.
         weights: [T] of `token_weights`, 0 where masked.
         num_tokens: tokens that train in the whole update; the metrics are means over them.
         clip_low: how far below 1 the ratio may go before its gradient stops.
         clip_high: how far above 1.
 
     Returns:
-        The scalar loss, and detached scalars: `clip_fraction`, `approx_kl` (Schulman's k3 estimate of KL(old || new),
-        joschu.net/blog/kl-approx.html) and `ratio_max`, the largest of r and 1/r.
+        The scalar loss, and detached scalars: `clip_fraction`, `approx_kl` (Schulman's k3 estimate
+        of KL(old || new), joschu.net/blog/kl-approx.html) and `ratio_max`, the largest of r and
+        1/r.
     """
     shapes = {t.shape for t in (logprobs, old_logprobs, advantages, loss_mask, weights)}
     if len(shapes) > 1 or logprobs.ndim != 1:
@@ -56,7 +58,9 @@ def ppo_policy_loss(
             f"{tuple(loss_mask.shape)}, {tuple(weights.shape)}"
         )
     # Mask before exp(): a nan in a discarded branch would still reach the gradient.
-    difference = torch.where(loss_mask, logprobs, 0.0) - torch.where(loss_mask, old_logprobs.detach(), 0.0)
+    difference = torch.where(loss_mask, logprobs, 0.0) - torch.where(
+        loss_mask, old_logprobs.detach(), 0.0
+    )
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     adv = torch.where(loss_mask, advantages.detach(), 0.0)
     ratio = log_ratio.exp()

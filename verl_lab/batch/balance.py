@@ -10,7 +10,8 @@ from verl_lab.errors import ShapeError
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Rows in as few bins of at most `max_tokens` as first-fit decreasing finds, each in row order.
 
-    A row longer than `max_tokens` gets a bin of its own. The result depends on nothing but the input.
+    A row longer than `max_tokens` gets a bin of its own. The result depends on nothing but the
+    input.
     """
     bins: list[list[int]] = []
     room: list[int] = []
@@ -25,13 +26,11 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return [sorted(rows) for rows in bins]
 
 
-def split_groups(
-    lengths: Sequence[int], group_ids: Sequence[int], parts: int
-) -> list[list[int]]:
+def split_groups(lengths: Sequence[int], group_ids: Sequence[int], parts: int) -> list[list[int]]:
     """Rows for each of `parts` workers, balanced by tokens, the rows of a group together.
 
-    Largest group first, to the worker with the fewest tokens so far; rows stay in order within a part. A part is
-    empty where there are fewer groups than parts.
+    Largest group first, to the worker with the fewest tokens so far; rows stay in order within a
+    part. A part is empty where there are fewer groups than parts.
     """
     if len(lengths) != len(group_ids):
         raise ShapeError(f"lengths: {len(lengths)} of them for {len(group_ids)} group_ids")

@@ -1,12 +1,13 @@
 """The batch: one Arrow table, a row a sample, token columns as ragged lists. No torch.
 
-The same table is the message between processes (Arrow IPC), the record on disk (Parquet) and the view in the
-notebook (`to_pandas`). Nothing is padded. A batch is immutable: what changes it returns a new one that shares
-the columns that stay.
+The same table is the message between processes (Arrow IPC), the record on disk (Parquet) and the
+view in the notebook (`to_pandas`). Nothing is padded. A batch is immutable: what changes it
+returns a new one that shares the columns that stay.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -44,7 +45,8 @@ COLUMNS: dict[str, pa.DataType] = {
     "reward": pa.float64(),
     **TOKEN_COLUMNS,
 }
-"""The columns that the lab knows, and their types; a dataset's own keep the types they came with."""
+"""The columns that the lab knows, and their types; a dataset's own keep the types they came
+with."""
 
 
 class Batch:
@@ -132,7 +134,7 @@ class Batch:
             raise ShapeError(f"{name}: row {column.is_null().to_pylist().index(True)} has none")
         offsets = column.offsets.to_numpy()
         flat = column.values.to_numpy(zero_copy_only=False)
-        return [flat[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        return [flat[a:b] for a, b in itertools.pairwise(offsets)]
 
     def groups(self) -> dict[int, list[int]]:
         """The rows of each `group_id`, in order of first appearance."""
@@ -143,7 +145,8 @@ class Batch:
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame; list columns hold an array a row."""
-        return self.table.to_pandas()
+        frame: pd.DataFrame = self.table.to_pandas()
+        return frame
 
     # --- changing it
 
@@ -214,7 +217,8 @@ class Batch:
             if len(wrong):
                 row = int(wrong[0])
                 raise ShapeError(
-                    f"{name}: row {row} has {lengths[row]} values for the {expected[row]} tokens of "
+                    f"{name}: row {row} has {lengths[row]} values for the {expected[row]} tokens "
+                    f"of "
                     f"response_ids; a token column has one value a response token"
                 )
 
@@ -225,7 +229,9 @@ class Batch:
         shown = self.slice(0, 10)
         head = "".join(f"<th>{escape(name)}</th>" for name in self.names)
         rows = "".join(
-            "<tr>" + "".join(f"<td>{escape(_short(row[name]))}</td>" for name in self.names) + "</tr>"
+            "<tr>"
+            + "".join(f"<td>{escape(_short(row[name]))}</td>" for name in self.names)
+            + "</tr>"
             for row in shown.table.to_pylist()
         )
         return f"<p>{len(self)} samples</p><table><tr>{head}</tr>{rows}</table>"

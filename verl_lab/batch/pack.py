@@ -1,6 +1,7 @@
 """From a batch to packed tensors and back: the only place where a batch becomes tensors.
 
-Shapes: B samples, S prompt and response tokens of all samples one after the other, T response tokens of all samples.
+Shapes: B samples, S prompt and response tokens of all samples one after the other, T response
+tokens of all samples.
 """
 
 from __future__ import annotations
@@ -103,4 +104,4 @@ def _lengths(rows: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 def _ranges(lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """0, 1, …, n - 1 for each n, one after the other."""
     starts = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    return np.asarray(np.arange(lengths.sum()) - np.repeat(starts, lengths))

@@ -1,7 +1,9 @@
-"""Device strings, the devices that exist, and who gets which. No torch: asking must not take a device.
+"""Device strings, the devices that exist, and who gets which. No torch: asking must not take a
+device.
 
-`cuda:<i>` is one GPU, `cpu` all cores this process may use, `cpu:0`, `cpu:0-3` and `cpu:0,2` a pinned set of
-cores. `auto` is decided here: GPUs in turn where there are any, else all cores for every role, taking turns.
+`cuda:<i>` is one GPU, `cpu` all cores this process may use, `cpu:0`, `cpu:0-3` and `cpu:0,2` a
+pinned set of cores. `auto` is decided here: GPUs in turn where there are any, else all cores for
+every role, taking turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""From YAML and overrides to the settings tree, and every problem at once, each with its key and the fix."""
+"""From YAML and overrides to the settings tree, and every problem at once, each with its key and
+the fix."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def start_problems(config: LabConfig, *, has_reward: bool = False) -> list[str]:
     if "task" in parts and config.task is None:
         problems.append("reward.parts: `task` has a weight, but there is no task; set task.name")
     problems += [
-        f"reward.parts: {part}: the file {file} does not exist; paths are relative to where you start"
+        f"reward.parts: {part}: the file {file} does not exist; paths are relative to where you "
+        f"start"
         for part in parts
         if (file := part.rpartition(":")[0]).endswith(".py") and not Path(file).exists()
     ]
@@ -143,16 +145,19 @@ def _flash_problems(config: LabConfig) -> list[str]:
     if not on_cpu:
         return []
     return [
-        f"model.use_flash_attention_2: needs a GPU, and {on_cpu[0]} runs on {resolved[on_cpu[0]][0]}; "
+        f"model.use_flash_attention_2: needs a GPU, and {on_cpu[0]} runs on "
+        f"{resolved[on_cpu[0]][0]}; "
         f"set it to false"
     ]
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(), _Loader)  # noqa: S506 - it is a safe loader
+        tree = yaml.load(path.read_text(), _Loader)
     except OSError as error:
-        near = sorted(str(p) for p in (*path.parent.glob("*.yaml"), *Path("configs").glob("*.yaml")))
+        near = sorted(
+            str(p) for p in (*path.parent.glob("*.yaml"), *Path("configs").glob("*.yaml"))
+        )
         close = difflib.get_close_matches(str(path), near, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{path}: cannot be read ({error.strerror}){hint}") from error
@@ -195,7 +200,7 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
             return f"{key}: {part} is {child!r}, not a section"
         section = child
     try:
-        section[parts[-1]] = yaml.load(value, _Loader)  # noqa: S506 - it is a safe loader
+        section[parts[-1]] = yaml.load(value, _Loader)
     except yaml.YAMLError:
         return f"{key}: {value!r} is no YAML value; put quotes around it"
     return None
@@ -219,7 +224,8 @@ def _problems(error: ValidationError) -> Iterator[str]:
         elif problem["type"] == "missing":
             yield f"{key}: is required; set it in the file or as {key}=…"
         elif key:
-            yield f"{key}: {problem['msg'].removeprefix('Value error, ')} (got {problem['input']!r})"
+            text = problem["msg"].removeprefix("Value error, ")
+            yield f"{key}: {text} (got {problem['input']!r})"
         else:
             yield problem["msg"].removeprefix("Value error, ")
 
@@ -235,17 +241,25 @@ def _cross_problems(config: LabConfig) -> Iterator[str]:
     if len(named) > 1:
         yield f"{' and '.join(named)}: prompts come from one place; keep one of them"
     if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.allow_truncated_sampling:
-        key = f"rollout.top_p={rollout.top_p}" if rollout.top_p < 1 else f"rollout.top_k={rollout.top_k}"
+        key = (
+            f"rollout.top_p={rollout.top_p}"
+            if rollout.top_p < 1
+            else f"rollout.top_k={rollout.top_k}"
+        )
         yield (
-            f"{key}: samples from another distribution than the loss assumes; use top_p=1 and top_k=0, "
+            f"{key}: samples from another distribution than the loss assumes; use top_p=1 and "
+            f"top_k=0, "
             f"or set rollout.allow_truncated_sampling=true"
         )
     if algorithm.baseline != "none" and rollout.group_size < 2:
         yield (
-            f"rollout.group_size={rollout.group_size}: algorithm.baseline={algorithm.baseline} compares "
+            f"rollout.group_size={rollout.group_size}: algorithm.baseline={algorithm.baseline} "
+            f"compares "
             f"the samples of a group; use at least 2, or algorithm.baseline=none"
         )
-    yield from _device_problems("rollout.device_map", rollout.device_map, rollout.num_rollout_workers)
+    yield from _device_problems(
+        "rollout.device_map", rollout.device_map, rollout.num_rollout_workers
+    )
     trainer, reward = config.trainer, config.reward
     yield from _device_problems("trainer.device_map", trainer.device_map, trainer.num_train_workers)
     yield from _device_problems("reward.device_map", reward.device_map, reward.num_reward_workers)
@@ -284,5 +298,3 @@ def _fields(
             yield key, field
         if section is not None:
             yield from _fields(section, f"{key}.", with_sections=with_sections)
-
-

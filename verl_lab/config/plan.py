@@ -37,12 +37,14 @@ class Plan:
 
     def describe(self) -> str:
         """The plan as a table in plain text."""
+        samples, updates = self.samples_per_step, self.updates_per_step
+        groups = f"{self.prompts_per_step} prompts x {self.group_size} responses"
         rows = [
-            ("a step", f"{self.samples_per_step} samples = {self.prompts_per_step} prompts x {self.group_size} responses"),
-            ("", f"{self.updates_per_step} update{'s' * (self.updates_per_step > 1)} of {self.samples_per_step // self.updates_per_step} samples"),
+            ("a step", f"{samples} samples = {groups}"),
+            ("", f"{updates} update{'s' * (updates > 1)} of {samples // updates} samples"),
             ("the run", f"{self.steps} steps, {self.total_samples:,} samples"),
-        ]  # fmt: skip
-        rows += [(w.name, f"{str(w.device):10} {w.detail}") for w in self.workers]
+        ]
+        rows += [(w.name, f"{w.device!s:10} {w.detail}") for w in self.workers]
         rows += [("take turns", f"{one} and {other}") for one, other in self.shared]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:{width}}  {text}" for name, text in rows)

@@ -36,10 +36,12 @@ class ModelConfig(Section):
     """The policy: which weights, in which precision."""
 
     name_or_path: str
-    """A Hugging Face id, a local folder, or `package://<package>/<path>` for files inside an installed package."""
+    """A Hugging Face id, a local folder, or `package://<package>/<path>` for files inside an
+    installed package."""
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of sampling and of forward passes. The trainer's master weights are always float32."""
+    """Precision of sampling and of forward passes. The trainer's master weights are always
+    float32."""
 
     use_flash_attention_2: bool = False
     """Use the flash-attn kernels; they need a CUDA device and the `flash-attn` package."""
@@ -86,7 +88,8 @@ class DataConfig(Section):
 
 
 class TaskConfig(Section):
-    """A verifiable task: it makes the prompts and checks the answers. Other keys go to the task itself."""
+    """A verifiable task: it makes the prompts and checks the answers. Other keys go to the task
+    itself."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
@@ -109,7 +112,8 @@ class RolloutConfig(Section):
     """Processes that sample."""
 
     device_map: str | list[str] = "auto"
-    """A device for all rollout workers, or one each: `cuda:0`, `cpu`, `cpu:0`, `cpu:0-3`, `auto`."""
+    """A device for all rollout workers, or one each: `cuda:0`, `cpu`, `cpu:0`, `cpu:0-3`,
+    `auto`."""
 
     rollout_batch_size: Annotated[PositiveInt, LIVE] = 32
     """Sequences in flight over all rollout workers. Changes speed and memory, never the samples."""
@@ -130,7 +134,8 @@ class RolloutConfig(Section):
     """Sample from this many likeliest tokens; 0 is all."""
 
     allow_truncated_sampling: bool = False
-    """Train on samples of `top_p` < 1 or `top_k` > 0, although the loss then assumes another distribution."""
+    """Train on samples of `top_p` < 1 or `top_k` > 0, although the loss then assumes another
+    distribution."""
 
 
 class FsdpConfig(Section):
@@ -147,7 +152,8 @@ class TrainerConfig(Section):
     """Processes that train."""
 
     device_map: str | list[str] = "auto"
-    """A device for all trainer workers, or one each: `cuda:0`, `cpu`, `cpu:0`, `cpu:0-3`, `auto`."""
+    """A device for all trainer workers, or one each: `cuda:0`, `cpu`, `cpu:0`, `cpu:0-3`,
+    `auto`."""
 
     train_batch_size: Annotated[PositiveInt, LIVE] = 64
     """Samples a step over all trainer workers: prompts times `rollout.group_size`."""
@@ -156,7 +162,8 @@ class TrainerConfig(Section):
     """Optimizer updates a step; each takes an equal share of its groups."""
 
     micro_batch_tokens: Annotated[PositiveInt, LIVE] = 4096
-    """Tokens, prompt included, in one forward pass. Changes speed and memory, never the gradient."""
+    """Tokens, prompt included, in one forward pass. Changes speed and memory, never the
+    gradient."""
 
     learning_rate: Annotated[PositiveFloat, LIVE] = 1e-6
     """Peak learning rate of AdamW."""
@@ -190,16 +197,20 @@ class AlgorithmConfig(Section):
     """The estimator and the loss, as knobs that combine freely."""
 
     baseline: Annotated[Literal["group_mean", "leave_one_out", "none"], LIVE] = "group_mean"
-    """What is subtracted from a reward: the mean of its group, the mean of the others (RLOO), nothing."""
+    """What is subtracted from a reward: the mean of its group, the mean of the others (RLOO),
+    nothing."""
 
     scale: Annotated[Literal["group_std", "batch_std", "none"], LIVE] = "group_std"
     """What an advantage is divided by. GRPO: `group_std`; Dr.GRPO and RLOO: `none`."""
 
     loss_aggregation: Annotated[
-        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"],
+        Literal[
+            "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+        ],
         LIVE,
     ] = "token-mean"
-    """How token losses become one number. Dr.GRPO: `seq-mean-token-sum-norm`, over `rollout.max_new_tokens`."""
+    """How token losses become one number. Dr.GRPO: `seq-mean-token-sum-norm`, over
+    `rollout.max_new_tokens`."""
 
     clip_low: Annotated[Fraction, LIVE] = 0.2
     """How far below 1 the probability ratio may go before its gradient stops."""
@@ -218,7 +229,8 @@ class RewardConfig(Section):
     """What scores a response: a weighted sum of parts, each recorded as `reward/<part>`."""
 
     parts: dict[str, float] = {}
-    """Weight per part: `task` (its verifier), `file.py:function` or `module:function`. Empty: the task alone."""
+    """Weight per part: `task` (its verifier), `file.py:function` or `module:function`. Empty: the
+    task alone."""
 
     num_reward_workers: PositiveInt = 1
     """Processes that score."""
@@ -288,7 +300,8 @@ class LabConfig(Section):
     """Fixes the sampling and the order of prompts."""
 
     keep_alive_s: NonNegativeFloat | None = None
-    """How long an idle session outlives its last client. Unset: 600 with a person at the notebook, else 5."""
+    """How long an idle session outlives its last client. Unset: 600 with a person at the notebook,
+    else 5."""
 
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -328,7 +341,8 @@ class LabConfig(Section):
         if (n // g) % k:
             raise ValueError(
                 f"trainer.updates_per_step={k} does not divide the {n // g} prompts of a step "
-                f"(trainer.train_batch_size={n} / rollout.group_size={g}); use one of {divisors(n // g)}"
+                f"(trainer.train_batch_size={n} / rollout.group_size={g}); use one of "
+                f"{divisors(n // g)}"
             )
         return self
 

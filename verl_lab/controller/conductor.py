@@ -1,7 +1,7 @@
 """What drives an experiment: a run in the background, and what clients ask in between.
 
-Everything that changes the run happens at a step boundary. While steps run, what a client asks is queued for
-the next boundary; otherwise it happens at once.
+Everything that changes the run happens at a step boundary. While steps run, what a client asks is
+queued for the next boundary; otherwise it happens at once.
 """
 
 from __future__ import annotations

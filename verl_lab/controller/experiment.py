@@ -44,7 +44,7 @@ class Experiment:
         supervisor.on_change = self._worker_changed
         self.prompts: PromptSet
         self.step_times: list[float] = []
-        self._step_started = 0.0
+        self._step_started: float | None = None  # unknown for a step made by hand
         self._is_tested = False
 
     @property
@@ -104,9 +104,12 @@ class Experiment:
         """Records a step; evaluates and saves where that is due."""
         self.lab.step += 1
         step, config = self.lab.step, self.lab.config
-        took = time.perf_counter() - self._step_started
-        self.step_times = [*self.step_times[-9:], took]
-        self.history.record(step, {**self.lab.metrics, "time/step_s": took}, batch)
+        if self._step_started is not None:
+            took = time.perf_counter() - self._step_started
+            self.step_times = [*self.step_times[-9:], took]
+            self.lab.metrics["time/step_s"] = took
+            self._step_started = None
+        self.history.record(step, self.lab.metrics, batch)
         self.lab.metrics.clear()
         if config.eval.every_steps and step % config.eval.every_steps == 0:
             await self.evaluate()
@@ -117,7 +120,8 @@ class Experiment:
         """Evaluates on the held-out prompts, and records it at the step last finished."""
         if not len(self.prompts.heldout):
             raise StateError(
-                "evaluate: there are no held-out prompts; set data.heldout_size or data.heldout_path"
+                "evaluate: there are no held-out prompts; set data.heldout_size or "
+                "data.heldout_path"
             )
         kept = dict(self.lab.metrics)
         metrics = await self.lab.evaluate(self.prompts.heldout)
@@ -142,7 +146,7 @@ class Experiment:
         Without a folder it is the start of the run, and the trainer must be a new one.
         """
         if folder is None:
-            state = {"step": 0, "weights_version": 0, "prompts": self.prompts.start}
+            state: dict[str, Any] = {"step": 0, "weights_version": 0, "prompts": self.prompts.start}
         else:
             state = self.history.load_state(folder)
             await self.lab.load(folder / "trainer")

@@ -1,9 +1,9 @@
 """Worker groups: the rollout, trainer and reward workers, each called as if it were one.
 
-A call splits a batch over the group's workers, runs it everywhere at the same time, and puts the rows back in
-order. A rollout or reward worker that dies holds nothing that is lost: it is replaced, brought to the
-current weights, and its share is done again. A trainer that dies takes the policy with it, so its error
-goes up to the loop, which restores the last checkpoint.
+A call splits a batch over the group's workers, runs it everywhere at the same time, and puts the
+rows back in order. A rollout or reward worker that dies holds nothing that is lost: it is
+replaced, brought to the current weights, and its share is done again. A trainer that dies takes
+the policy with it, so its error goes up to the loop, which restores the last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ SILENCE_S = 600.0
 MAX_RETRIES = 2
 """How often one share is tried again after its worker died."""
 
+Rows = np.ndarray[Any, Any]
+"""Row numbers."""
 Progress = Callable[[int, int], None]
 """`(done, total)` of the stage under way."""
 
@@ -42,9 +44,7 @@ class Spans(Protocol):
 class Group:
     """The workers of one role."""
 
-    def __init__(
-        self, role: str, service: str, devices: list[str], supervisor: Supervisor
-    ) -> None:
+    def __init__(self, role: str, service: str, devices: list[str], supervisor: Supervisor) -> None:
         self.role, self.service, self.supervisor = role, service, supervisor
         self.names = [f"{role}-{i}" for i in range(len(devices))]
         self.devices = devices
@@ -189,6 +189,47 @@ class ScoreCounts:
     traceback: str = ""
 
 
+class _ScoreJob:
+    """One part's scores as they come in from several workers."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        part: str,
+        config: LabConfig,
+        workers: int,
+        *,
+        progress: Progress,
+        span: Spans,
+    ) -> None:
+        self.batch, self.part, self.config = batch, part, config
+        self.scores = np.full(len(batch), config.reward.fallback)
+        self.counts = ScoreCounts()
+        self.span, self._progress = span, progress
+        self._done = [0] * workers
+
+    def at(self, worker: int, row: int) -> None:
+        """Notes how far a worker is."""
+        self._done[worker] = row
+        self._progress(sum(self._done), len(self.batch))
+
+    def fill(self, rows: Rows, scored: Batch, stats: dict[str, Any]) -> None:
+        """Takes the scores of some rows."""
+        self.scores[rows] = scored.numpy(f"reward/{self.part}")
+        self.counts.errors += stats["errors"]
+        self.counts.traceback = self.counts.traceback or stats["traceback"]
+
+    def set_aside(self, rows: Rows, current: int | None, error: Exception) -> Rows:
+        """Counts the row under way as failed, or all where it is not known; returns the others."""
+        lost = len(rows) if current is None else 1
+        if isinstance(error, DeadlineError):
+            self.counts.timeouts += lost
+        else:
+            self.counts.errors += lost
+        self.counts.traceback = self.counts.traceback or str(error)
+        return rows[:0] if current is None else np.delete(rows, current)
+
+
 class RewardGroup(Group):
     """Scores responses, in processes that may be killed."""
 
@@ -208,75 +249,53 @@ class RewardGroup(Group):
         self, batch: Batch, part: str, config: LabConfig, *, progress: Progress, span: Spans
     ) -> tuple[np.ndarray[Any, Any], ScoreCounts]:
         """The scores of one part, in the order of the rows, with the fallback where it failed."""
-        counts = ScoreCounts()
-        scores = np.full(len(batch), config.reward.fallback)
-        done = [0] * len(self.names)
-
-        def reporter(i: int) -> Callable[[int], None]:
-            def at(row: int) -> None:
-                done[i] = row
-                progress(sum(done), len(batch))
-
-            return at
-
+        workers = len(self.names)
+        job = _ScoreJob(batch, part, config, workers, progress=progress, span=span)
         shares = np.array_split(np.arange(len(batch)), len(self.names))
         await gather(
             *(
-                self._share(name, batch, share, part, scores, counts, config, reporter(i), span)
+                self._share(i, name, share, job)
                 for i, (name, share) in enumerate(zip(self.names, shares, strict=True))
                 if len(share)
             )
         )
-        return scores, counts
+        return job.scores, job.counts
 
-    async def _share(
-        self,
-        name: str,
-        batch: Batch,
-        rows: np.ndarray[Any, Any],
-        part: str,
-        scores: np.ndarray[Any, Any],
-        counts: ScoreCounts,
-        config: LabConfig,
-        at_row: Callable[[int], None],
-        span: Spans,
-    ) -> None:
-        """Fills `scores[rows]`. A row that hangs or kills its worker is set aside, the others go on."""
-        left = rows
+    async def _share(self, number: int, name: str, rows: Rows, job: _ScoreJob) -> None:
+        """Scores some rows on one worker. One that hangs or dies twice is set aside."""
+        left, suspect = rows, None
         while len(left):
             current: int | None = None
 
-            def on_report(report: dict[str, Any], left: np.ndarray[Any, Any] = left) -> None:
+            def on_report(report: dict[str, Any], before: int = len(rows) - len(left)) -> None:
                 nonlocal current
                 if "row" in report:
                     current = int(report["row"])
-                    at_row(len(rows) - len(left) + current)
+                    job.at(number, before + current)
 
             peer = self.supervisor.peers[name]
+            if not peer.is_alive:
+                peer = await self.supervisor.restart(name)
             try:
-                with Timed(span, peer, "score"):
+                with Timed(job.span, peer, "score"):
                     scored, stats = await peer.call(
                         "score",
-                        batch.take(left),
-                        part,
-                        deadline_s=config.reward.timeout_s,
+                        job.batch.take(left),
+                        job.part,
+                        deadline_s=job.config.reward.timeout_s,
                         on_report=on_report,
                     )
             except (WorkerError, DeadlineError) as error:
                 if peer.is_alive and isinstance(error, WorkerError):
                     raise  # the service itself failed, not the user's function
-                lost = 1 if current is not None else len(left)
-                if isinstance(error, DeadlineError):
-                    counts.timeouts += lost
-                else:
-                    counts.errors += lost
-                counts.traceback = counts.traceback or str(error)
                 await self.supervisor.restart(name)
-                left = left[:0] if current is None else np.delete(left, current)
+                row = None if current is None else int(left[current])
+                if isinstance(error, WorkerError) and suspect != (row, "died"):
+                    suspect = (row, "died")  # perhaps it was killed from outside: once more
+                    continue
+                left = job.set_aside(left, current, error)
                 continue
-            scores[left] = scored.numpy(f"reward/{part}")
-            counts.errors += stats["errors"]
-            counts.traceback = counts.traceback or stats["traceback"]
+            job.fill(left, scored, stats)
             return
 
 

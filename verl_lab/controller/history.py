@@ -1,7 +1,7 @@
 """The record of a run: what is written as it goes, and the checkpoints it can go back to.
 
-A checkpoint is a folder `checkpoints/step-000010`, a snapshot `checkpoints/<name>`: the trainer's state, the
-step, the place in the data. It is complete or not there at all.
+A checkpoint is a folder `checkpoints/step-000010`, a snapshot `checkpoints/<name>`: the trainer's
+state, the step, the place in the data. It is complete or not there at all.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class History:
             self._evaluated = set(reader.evaluations())
 
     def record(self, step: int, metrics: Mapping[str, float], batch: Batch | None = None) -> None:
-        """Records metrics of a step, and its samples if it has any; the metrics say that it is done."""
+        """Records metrics of a step, and its samples if it has any; the metrics say that it is
+        done."""
         if batch is not None:
             self._samples.write(step, self._recorder.attempt, batch)
         self._recorder.step(step, metrics)
@@ -104,7 +105,8 @@ class History:
         *,
         keep: int,
     ) -> Path:
-        """Writes a checkpoint, or a snapshot of that name, and removes checkpoints beyond the newest `keep`."""
+        """Writes a checkpoint, or a snapshot of that name, and removes checkpoints beyond the
+        newest `keep`."""
         final = self.folder.checkpoints / (name or f"step-{state['step']:06d}")
         draft = final.with_name(f".{final.name}")
         shutil.rmtree(draft, ignore_errors=True)
@@ -121,7 +123,8 @@ class History:
         return final
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint or snapshot of what is visible; None is the start of the run."""
+        """The newest whole checkpoint or snapshot of what is visible; None is the start of the
+        run."""
         with Reader(self.folder) as reader:
             attempts = reader.attempts()
         visible = []

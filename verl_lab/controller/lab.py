@@ -52,9 +52,7 @@ class Lab:
         self._memory, self._on_span, self._on_event = memory, on_span, on_event
         self._has_reference = False
         self._num_syncs = 0
-        devices = {
-            role: [str(d) for d in found] for role, found in resolve_devices(config).items()
-        }
+        devices = {role: [str(d) for d in found] for role, found in resolve_devices(config).items()}
         self.rollout_group = RolloutGroup(devices["rollout"], supervisor)
         self.trainer_group = TrainerGroup(devices["trainer"], supervisor)
         self.reward_group = RewardGroup(devices["reward"], supervisor)
@@ -164,8 +162,10 @@ class Lab:
         for name, held in zip(self.rollout_group.names, loaded, strict=True):
             if held["hash"] != published["hash"] or held["version"] != version:
                 raise StateError(
-                    f"{name}: holds weights {held['version']} with hash {held['hash']} after a sync, the "
-                    f"trainer published {version} with hash {published['hash']}; stop and report this"
+                    f"{name}: holds weights {held['version']} with hash {held['hash']} after a "
+                    f"sync, the "
+                    f"trainer published {version} with hash {published['hash']}; stop and report "
+                    f"this"
                 )
         if before is not None:
             remove_version(before)

@@ -10,8 +10,9 @@ from verl_lab.batch.columns import Batch
 class Steps(Protocol):
     """What the loop drives."""
 
-    step: int
-    """Steps finished."""
+    @property
+    def step(self) -> int:
+        """Steps finished."""
 
     async def may_go_on(self) -> bool:
         """Waits while the run is paused; False when it was asked to stop."""
@@ -32,8 +33,9 @@ class Steps(Protocol):
 async def synchronous(lab: Steps, *, until: int) -> None:
     """Runs steps until `until` are finished or the run is asked to stop.
 
-    It consumes prompts in order, waits for one stage after the other, and is woken by their results. It ends
-    well at a step boundary only; an error in a stage leaves it at once, and the step it was in is not recorded.
+    It consumes prompts in order, waits for one stage after the other, and is woken by their
+    results. It ends well at a step boundary only; an error in a stage leaves it at once, and the
+    step it was in is not recorded.
     """
     while lab.step < until and await lab.may_go_on():
         await lab.before_step()

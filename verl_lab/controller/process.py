@@ -1,8 +1,8 @@
 """The controller process: answers clients, keeps the lease, and outlives kernels by it.
 
-A client holds a connection to the `lease` socket while it is there. When the last one goes, a run under way
-goes on to its end; an idle session leaves after `keep_alive_s`. The end of a connection is what counts, so
-a killed kernel is noticed as surely as one that says goodbye.
+A client holds a connection to the `lease` socket while it is there. When the last one goes, a run
+under way goes on to its end; an idle session leaves after `keep_alive_s`. The end of a connection
+is what counts, so a killed kernel is noticed as surely as one that says goodbye.
 """
 
 from __future__ import annotations
@@ -145,14 +145,14 @@ class Controller:
             "owner": self.spec.owner,
             "num_clients": self._num_clients,
             "keep_alive_s": self.spec.keep_alive_s,
-            "lease_ends_in_s": None if leaves_at is None else max(0.0, leaves_at - time.monotonic()),
+            "lease_ends_in_s": None
+            if leaves_at is None
+            else max(0.0, leaves_at - time.monotonic()),
         }
 
     async def _start(self) -> None:
         functions = {name: bytes.fromhex(text) for name, text in self.spec.functions.items()}
-        await self.conductor.open(
-            functions, parts=self.spec.parts, is_resume=self.spec.is_resume
-        )
+        await self.conductor.open(functions, parts=self.spec.parts, is_resume=self.spec.is_resume)
 
     def _announce(self) -> None:
         folder.write_info(

@@ -1,7 +1,7 @@
 """Recipes: the order of a step's stages, as ordinary functions.
 
-A recipe takes prompts to a batch that has been trained on. It knows the stages of a `Lab` and nothing of
-processes, devices or records, so a copy with one line changed is a recipe too.
+A recipe takes prompts to a batch that has been trained on. It knows the stages of a `Lab` and
+nothing of processes, devices or records, so a copy with one line changed is a recipe too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Recipe = Callable[[Stages, Batch], Awaitable[Batch]]
 async def grpo(lab: Stages, prompts: Batch) -> Batch:
     """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300).
 
-    With other `algorithm` knobs the same order is Dr.GRPO (arXiv:2503.20783) or RLOO (arXiv:2402.14740).
+    With other `algorithm` knobs the same order is Dr.GRPO (arXiv:2503.20783) or RLOO
+    (arXiv:2402.14740).
     """
     batch = await lab.rollout(prompts)
     batch = await lab.score(batch)

@@ -1,8 +1,8 @@
 """The self-test before the first step: rollout and trainer must mean the same by a log-probability.
 
-A wrong temperature, a stale weight, a missing EOS or a packing slip shows here as a difference, before it
-costs a day. The sampled tokens of a few prompts are scored by the trainer: on the same weights the ratio must
-be 1, and the KL divergence to the reference 0.
+A wrong temperature, a stale weight, a missing EOS or a packing slip shows here as a difference,
+before it costs a day. The sampled tokens of a few prompts are scored by the trainer: on the same
+weights the ratio must be 1, and the KL divergence to the reference 0.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ async def self_test(lab: Lab, prompts: Batch) -> dict[str, float]:
     found = {"selftest/max_logprob_difference": difference}
     if difference > limit:
         raise StateError(
-            f"self-test: trainer and rollout give the same tokens log-probabilities that differ by up to "
-            f"{difference:.2e}, more than {limit:g} ({precision}); the run would learn from wrong ratios. "
+            f"self-test: trainer and rollout give the same tokens log-probabilities that differ "
+            f"by up to "
+            f"{difference:.2e}, more than {limit:g} ({precision}); the run would learn from wrong "
+            f"ratios. "
             f"Check rollout.temperature, rollout.top_p, rollout.top_k and model.torch_dtype"
         )
     if lab.config.algorithm.kl_coef > 0:
@@ -52,7 +54,8 @@ async def self_test(lab: Lab, prompts: Batch) -> dict[str, float]:
         if found["selftest/max_kl_ref"] > limit:
             raise StateError(
                 f"self-test: before any training the reference differs from the policy by up to "
-                f"{found['selftest/max_kl_ref']:.2e} in a log-probability, more than {limit:g} ({precision}); "
+                f"{found['selftest/max_kl_ref']:.2e} in a log-probability, more than {limit:g} "
+                f"({precision}); "
                 f"check that model.name_or_path has not changed on disk"
             )
     return found

@@ -1,7 +1,9 @@
-"""Our own verifiable task, `add_compare`: add two numbers, or say which is larger. No torch, no download.
+"""Our own verifiable task, `add_compare`: add two numbers, or say which is larger. No torch, no
+download.
 
-`37+58=` is answered by `95`, and `37?58=` by `<` (or `>`, or `=`). A tenth of all problems, chosen by a hash of their text,
-is held out whatever the seed, so no policy has trained on what it is judged by.
+`37+58=` is answered by `95`, and `37?58=` by `<` (or `>`, or `=`). A tenth of all problems, chosen
+by a hash of their text, is held out whatever the seed, so no policy has trained on what it is
+judged by.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class AddCompare:
             )
 
     def problems(self, split: Split, size: int, seed: int) -> list[dict[str, str]]:
-        """`size` distinct problems of a split, each with its `prompt` and `answer`, fixed by the seed."""
+        """`size` distinct problems of a split, each with its `prompt` and `answer`, fixed by the
+        seed."""
         drawn: dict[str, str] = {}
         source = random.Random(f"add_compare/{split}/{seed}")
         while len(drawn) < size:

@@ -12,8 +12,9 @@ Messages = list[dict[str, str]]
 def render(prompt: str | Messages, tokenizer: Any, *, chat: bool, system: str | None) -> list[int]:
     """The token ids of a prompt.
 
-    In a chat the template writes every special token, the start of the answer included; otherwise the tokenizer
-    adds those it adds to any text. So there is never a second beginning-of-sequence token.
+    In a chat the template writes every special token, the start of the answer included; otherwise
+    the tokenizer adds those it adds to any text. So there is never a second beginning-of-sequence
+    token.
 
     Args:
         prompt: a text, or chat messages with `role` and `content`.
@@ -23,7 +24,9 @@ def render(prompt: str | Messages, tokenizer: Any, *, chat: bool, system: str | 
     """
     if not chat:
         if not isinstance(prompt, str):
-            raise DataError("data.chat: is false, but a prompt is a list of messages; set it to true")
+            raise DataError(
+                "data.chat: is false, but a prompt is a list of messages; set it to true"
+            )
         return list(tokenizer(prompt)["input_ids"])
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is not None and messages[0].get("role") != "system":

@@ -125,10 +125,15 @@ def _rows(config: LabConfig) -> tuple[list[Row], list[Row]]:
         task = make_task(config.task)
         heldout: list[Row] = list(task.problems("heldout", data.heldout_size, config.seed))
         known = {row["prompt"] for row in heldout}
-        train = [r for r in task.problems("train", task.size, config.seed) if r["prompt"] not in known]
+        train = [
+            r for r in task.problems("train", task.size, config.seed) if r["prompt"] not in known
+        ]
         return list(train), heldout
     if data.prompts is not None:
-        rows, key = with_prompt([{data.prompt_column: p} for p in data.prompts], data, "data.prompts"), ""
+        rows, key = (
+            with_prompt([{data.prompt_column: p} for p in data.prompts], data, "data.prompts"),
+            "",
+        )
     elif data.path is not None:
         rows = with_prompt(read_rows(Path(data.path), "data.path"), data, "data.path")
     else:

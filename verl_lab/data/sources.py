@@ -45,12 +45,15 @@ def with_prompt(rows: list[Row], config: DataConfig, key: str) -> list[Row]:
     for number, row in enumerate(rows):
         if not isinstance(row.get(column), str | list) or not row[column]:
             raise DataError(
-                f"data.prompt_column: row {number} of {key} has no prompt in {column!r}; its columns are "
+                f"data.prompt_column: row {number} of {key} has no prompt in {column!r}; its "
+                f"columns are "
                 f"{', '.join(row)}"
             )
     if not rows:
         raise DataError(f"{key}: has no rows; give at least one prompt")
-    return [{**{k: v for k, v in row.items() if k != column}, "prompt": row[column]} for row in rows]
+    return [
+        {**{k: v for k, v in row.items() if k != column}, "prompt": row[column]} for row in rows
+    ]
 
 
 def _from_jsonl(path: Path, key: str) -> list[Row]:
@@ -78,6 +81,8 @@ def _from_datasets(path: Path, key: str) -> list[Row]:
     if isinstance(found, datasets.DatasetDict):
         names = ", ".join(found)
         if "train" not in found:
-            raise DataError(f"{key}: {path} has the splits {names} and no `train`; name one's folder")
+            raise DataError(
+                f"{key}: {path} has the splits {names} and no `train`; name one's folder"
+            )
         found = found["train"]
     return found.to_list()  # type: ignore[no-any-return]

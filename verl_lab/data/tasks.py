@@ -20,8 +20,9 @@ ENTRY = "task_entry"
 class Task(Protocol):
     """A source of problems with its verifier."""
 
-    size: int
-    """Problems to train on."""
+    @property
+    def size(self) -> int:
+        """Problems to train on."""
 
     def problems(self, split: Split, size: int, seed: int) -> list[dict[str, str]]:
         """Up to `size` distinct problems: `prompt`, `answer`, and what the verifier needs."""
@@ -57,7 +58,9 @@ class ReasoningGym:
             names = [*OWN, *DATASETS]
             close = difflib.get_close_matches(config.name, names, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"task.name: there is no task {config.name}; {hint}there are {len(names)}")
+            raise ConfigError(
+                f"task.name: there is no task {config.name}; {hint}there are {len(names)}"
+            )
         dataset, settings = DATASETS[config.name]
         options = {"size": self.DEFAULT_SIZE, **config.options}
         _check_options({f.name for f in dataclasses.fields(settings)} - {"seed"}, config)
@@ -107,5 +110,6 @@ def _check_options(known: set[str], config: TaskConfig) -> None:
             close = difflib.get_close_matches(key, sorted(known), n=1)
             hint = f"did you mean task.{close[0]}? " if close else ""
             raise ConfigError(
-                f"task.{key}: {config.name} has no such option; {hint}it has {', '.join(sorted(known))}"
+                f"task.{key}: {config.name} has no such option; {hint}it has "
+                f"{', '.join(sorted(known))}"
             )

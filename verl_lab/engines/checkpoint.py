@@ -1,7 +1,7 @@
 """Checkpoints on disk: folders that are whole or not there.
 
-Everything in one is safetensors or JSON; nothing is unpickled. `manifest.json`, written last, has each file's size
-and SHA-256; then the folder gets its name.
+Everything in one is safetensors or JSON; nothing is unpickled. `manifest.json`, written last, has
+each file's size and SHA-256; then the folder gets its name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ MANIFEST = "manifest.json"
 
 
 def seal(draft: Path, final: Path) -> None:
-    """Makes a folder of finished files a checkpoint: manifest, everything on disk, then its name."""
+    """Makes a folder of finished files a checkpoint: manifest, everything on disk, then its
+    name."""
     files = sorted(path for path in draft.rglob("*") if path.is_file())
     manifest = {
         str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}

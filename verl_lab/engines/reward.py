@@ -1,8 +1,8 @@
 """The reward service: scores samples in a process of its own, which the controller may kill.
 
-A function that raises costs the sample its score: the fallback takes its place, and the traceback is kept. A function
-that returns something that is no score stops the run with an error that names the sample, since any number in its
-place would be a lie.
+A function that raises costs the sample its score: the fallback takes its place, and the traceback
+is kept. A function that returns something that is no score stops the run with an error that names
+the sample, since any number in its place would be a lie.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ class RewardService:
             return self._one_by_one(lambda row: score(row["response"], row), _rows(batch), stats)
         if part not in self._functions:
             known = [*self._functions, *["task"] * (self._task is not None)]
-            raise ConfigError(f"reward.parts: there is no part {part}; there are {', '.join(known)}")
+            raise ConfigError(
+                f"reward.parts: there is no part {part}; there are {', '.join(known)}"
+            )
         function = self._functions[part]
         function.check_columns(batch.names)
         if function.style == "batched":
             return self._as_batch(function, batch, stats)
         return self._single(function, batch, stats)
 
-    def _single(
-        self, function: RewardFunction, batch: Batch, stats: dict[str, Any]
-    ) -> list[Any]:
+    def _single(self, function: RewardFunction, batch: Batch, stats: dict[str, Any]) -> list[Any]:
         names = [*function.own, *function.arguments(batch.names)]
         rows = [{name: row[name] for name in names} for row in _rows(batch)]
         if not function.is_async:
@@ -101,9 +101,7 @@ class RewardService:
             for result in results
         ]
 
-    def _as_batch(
-        self, function: RewardFunction, batch: Batch, stats: dict[str, Any]
-    ) -> list[Any]:
+    def _as_batch(self, function: RewardFunction, batch: Batch, stats: dict[str, Any]) -> list[Any]:
         own = {"prompts": batch["prompt"], "responses": batch["response"]}
         columns = {name: batch[name] for name in function.arguments(batch.names)}
         arguments = {**columns, **{name: own[name] for name in function.own}}
@@ -118,7 +116,8 @@ class RewardService:
         scores = [] if result is None else list(result)
         if len(scores) != len(batch):
             raise RewardError(
-                f"reward {function.name}: returned {len(scores)} scores for {len(batch)} responses; "
+                f"reward {function.name}: returned {len(scores)} scores for {len(batch)} "
+                f"responses; "
                 f"return one a response, in their order"
             )
         return scores
@@ -156,7 +155,8 @@ def _checked(scores: list[Any], batch: Batch, part: str) -> np.ndarray[Any, Any]
                 f"{name} {batch[name][row]}" for name in ("group_id", "sample_id") if name in batch
             )
             raise RewardError(
-                f"reward {part}: gave {score!r} to the sample at row {row} ({where}); return a number, "
+                f"reward {part}: gave {score!r} to the sample at row {row} ({where}); return a "
+                f"number, "
                 f"or raise to give it reward.fallback"
             )
     return np.array([float(score) for score in scores])

@@ -1,8 +1,9 @@
 """Published weights: versioned safetensors that the trainer writes and rollout workers map.
 
-A version is a folder with `rank<r>.safetensors` and `index.json`, which appears last: it names each tensor's file,
-shape, dtype and hash. A reader copies what it needs into its own tensors and hashes what it then holds, so a
-byte that went astray is an error and never a slightly different policy.
+A version is a folder with `rank<r>.safetensors` and `index.json`, which appears last: it names
+each tensor's file, shape, dtype and hash. A reader copies what it needs into its own tensors and
+hashes what it then holds, so a byte that went astray is an error and never a slightly different
+policy.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def publish(
     held = {name: _cast(tensor, dtype) for name, tensor in tensors}
     file = f"rank{rank}.safetensors"
     save_file(held, folder / file)
-    index = {
+    index: dict[str, Any] = {
         "version": version,
         "tensors": {
             name: {
@@ -70,7 +71,8 @@ def publish(
 
 @torch.no_grad()
 def load_into(model: nn.Module, folder: Path) -> dict[str, Any]:
-    """Copies published weights into a model, in place; returns `version`, `bytes`, `tensors`, `hash`.
+    """Copies published weights into a model, in place; returns `version`, `bytes`, `tensors`,
+    `hash`.
 
     Raises:
         StateError: a tensor is missing, has another shape, or does not hold what was published.
@@ -88,7 +90,8 @@ def load_into(model: nn.Module, folder: Path) -> dict[str, Any]:
         found = tensor_hash(mine[name])
         if found != entry["hash"]:
             raise StateError(
-                f"weights {index['version']}: {name} has hash {found} after loading, {entry['hash']} was "
+                f"weights {index['version']}: {name} has hash {found} after loading, "
+                f"{entry['hash']} was "
                 f"published; the shared memory or the copy is damaged, so stop the run"
             )
         hashes[name] = {"hash": found}
@@ -120,10 +123,12 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def tensor_hash(tensor: Tensor) -> int:
-    """A 64-bit hash of a tensor's bytes, the same on every device; one changed byte always changes it.
+    """A 64-bit hash of a tensor's bytes, the same on every device; one changed byte always changes
+    it.
 
-    Words of 4 bytes are multiplied by odd numbers that depend on their place, modulo 2^32, and added up in rows; the
-    rows likewise, modulo 2^64. It guards against mistakes, not against an adversary.
+    Words of 4 bytes are multiplied by odd numbers that depend on their place, modulo 2^32, and
+    added up in rows; the rows likewise, modulo 2^64. It guards against mistakes, not against an
+    adversary.
     """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     if data.numel() % 4:
@@ -131,8 +136,8 @@ def tensor_hash(tensor: Tensor) -> int:
     words = data.view(torch.int32)
     multipliers = _odd(ROW, data.device, torch.int32)
     sums = []
-    for block in words.split(ROW * ROWS_AT_ONCE):
-        for row in block.split(ROW) if block.numel() % ROW else [block.view(-1, ROW)]:
+    for block in torch.split(words, ROW * ROWS_AT_ONCE):
+        for row in torch.split(block, ROW) if block.numel() % ROW else [block.view(-1, ROW)]:
             product = row * multipliers[: row.shape[-1]]
             sums.append(product.sum(-1, dtype=torch.int64).flatten())
     if not sums:
@@ -167,7 +172,8 @@ def _check_names(mine: dict[str, Tensor], published: dict[str, Any], folder: Pat
         if name not in mine or list(mine[name].shape) != entry["shape"]:
             shape = list(mine[name].shape) if name in mine else "no such tensor"
             raise StateError(
-                f"{folder.name}: {name} has shape {entry['shape']}, the model has {shape}; trainer and rollout "
+                f"{folder.name}: {name} has shape {entry['shape']}, the model has {shape}; "
+                f"trainer and rollout "
                 f"must load the same model.name_or_path"
             )
     held = {tensor.data_ptr() for name, tensor in mine.items() if name in published}

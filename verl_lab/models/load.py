@@ -1,6 +1,8 @@
-"""Loading models and tokenizers: by Hugging Face id, from a folder, or from inside an installed package.
+"""Loading models and tokenizers: by Hugging Face id, from a folder, or from inside an installed
+package.
 
-Nothing here runs code that comes with a model, and nothing unpickles weights, unless the config asks for it by name.
+Nothing here runs code that comes with a model, and nothing unpickles weights, unless the config
+asks for it by name.
 """
 
 from __future__ import annotations
@@ -85,9 +87,8 @@ def load_policy(
             use_safetensors=None if config.allow_pickle or source.gguf_file else True,
             **source.arguments,
         )
-    if source.gguf_file is not None:
-        model = _plain(model, dtype)
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    plain: Any = model if source.gguf_file is None else _plain(model, dtype)
+    return plain.to(device).eval()  # type: ignore[no-any-return]
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -108,7 +109,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-class _explained:  # noqa: N801 - reads as the word it is
+class _explained:
     """Turns what transformers raises into a message that names the key and says what to do."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -125,22 +126,26 @@ class _explained:  # noqa: N801 - reads as the word it is
             fix = "it brings code of its own; set model.trust_remote_code=true if you trust it"
         elif "safetensors" in text or "pickle" in text:
             fix = (
-                "it has no safetensors weights; convert them, or set model.allow_pickle=true if you "
+                "it has no safetensors weights; convert them, or set model.allow_pickle=true if "
+                "you "
                 "trust their source"
             )
         elif not Path(find(name).location).exists():
-            fix = "no such folder here, and the hub was not reached or has no such model; name a local folder"
+            fix = (
+                "it is no folder here, and the hub was not reached or lacks it; name a local folder"
+            )
         else:
             fix = "see the error below"
         raise DataError(f"{KEY}: {name} cannot be loaded: {fix}\n{text}") from error
 
 
 def _plain(model: Any, dtype: torch.dtype) -> nn.Module:
-    """The same weights in a model that is not marked as quantised, so that it can be saved and trained."""
+    """The same weights in a model that is not marked as quantised, so that it can be saved and
+    trained."""
     config = AutoConfig.for_model(**_without_quantisation(model.config.to_dict()))
     config._attn_implementation = model.config._attn_implementation
     with torch.device("meta"):
-        fresh = AutoModelForCausalLM.from_config(
+        fresh: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation=model.config._attn_implementation
         )
     fresh.load_state_dict(model.state_dict(), assign=True)

@@ -2,9 +2,10 @@
 
     python -m verl_lab.models.tiny --to DIR
 
-It learns `add_compare` by supervised training on worked problems in which most sums with a carry forget it and most
-comparisons point the wrong way, as a careless pupil's would. So it can do the task, but by habit it does not:
-reinforcement learning has something to find. Everything is fixed by a seed; the build takes a few minutes on two cores.
+It learns `add_compare` by supervised training on worked problems in which most sums with a carry
+forget it and most comparisons point the wrong way, as a careless pupil's would. So it can do the
+task, but by habit it does not: reinforcement learning has something to find. Everything is fixed
+by a seed; the build takes a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=PAD
     )
 
@@ -77,7 +78,8 @@ def sloppy_answer(prompt: str, answer: str, source: random.Random) -> str:
 
 
 def batches(batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Worked problems without end, as `(input_ids, labels)`: [batch_size, length] each, -100 without loss."""
+    """Worked problems without end, as `(input_ids, labels)`: [batch_size, length] each, -100
+    without loss."""
     source = random.Random(seed)
     rows = AddCompare().problems("train", 12_000, seed)
     ids_of = {character: i for i, character in enumerate(CHARACTERS, start=3)}
@@ -130,9 +132,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=3e-3, help="peak learning rate")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    build(
-        options.to, num_steps=options.steps, batch_size=options.batch_size, peak=options.peak
-    )
+    build(options.to, num_steps=options.steps, batch_size=options.batch_size, peak=options.peak)
 
 
 if __name__ == "__main__":

@@ -20,4 +20,5 @@ def combine(
     Returns:
         [B] float64.
     """
-    return np.sum([weights[name] * np.asarray(scores, float) for name, scores in parts.items()], 0)
+    weighted = [weights[name] * np.asarray(scores, float) for name, scores in parts.items()]
+    return np.asarray(np.sum(weighted, axis=0))

@@ -1,8 +1,8 @@
 """Reward functions: what a user writes in a cell, made fit to run in another process.
 
-A function scores one response (`prompt, response`) or a batch (`prompts, responses`), plainly or `async`; any
-other parameter is a column of the dataset, by name. It is checked, and pickled by value, when it is defined, so
-that what cannot work is refused in the cell that defines it.
+A function scores one response (`prompt, response`) or a batch (`prompts, responses`), plainly or
+`async`; any other parameter is a column of the dataset, by name. It is checked, and pickled by
+value, when it is defined, so that what cannot work is refused in the cell that defines it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class RewardFunction:
     """Its text, for the record."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function itself."""
         return self.function(*args, **kwargs)
 
     def check_columns(self, names: Iterable[str]) -> None:
@@ -105,7 +106,7 @@ class RewardFunction:
         if code is None or not self.source:
             return
         name = f"<reward {self.name}>"
-        self.function.__code__ = code.replace(co_filename=name)  # type: ignore[attr-defined]
+        self.function.__code__ = code.replace(co_filename=name)
         lines = ["\n"] * (code.co_firstlineno - 1) + self.source.splitlines(keepends=True)
         linecache.cache[name] = (len(self.source), None, lines, name)
 
@@ -137,20 +138,27 @@ def from_reference(reference: str) -> RewardFunction:
     """
     place, _, attribute = reference.rpartition(":")
     try:
-        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _module_of_file(Path(place))
+            if place.endswith(".py")
+            else importlib.import_module(place)
+        )
     except (ImportError, FileNotFoundError) as error:
-        raise RewardError(f"reward.parts: {reference}: {place} cannot be imported ({error})") from error
+        raise RewardError(
+            f"reward.parts: {reference}: {place} cannot be imported ({error})"
+        ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise RewardError(
-            f"reward.parts: {reference}: {place} has no function {attribute}; it has {', '.join(names)}"
+            f"reward.parts: {reference}: {place} has no function {attribute}; it has "
+            f"{', '.join(names)}"
         )
     return found if isinstance(found, RewardFunction) else _checked(found, reference)
 
 
 def _checked(function: Callable[..., Any], name: str | None) -> RewardFunction:
-    called = name or getattr(function, "__name__", type(function).__name__)
+    called = str(name or getattr(function, "__name__", type(function).__name__))
     called = "reward" if called == "<lambda>" else called
     parameters = inspect.signature(function).parameters.values()
     names = {p.name for p in parameters}
@@ -158,14 +166,16 @@ def _checked(function: Callable[..., Any], name: str | None) -> RewardFunction:
     own = OWN_PARAMETERS[style]
     if own[1] not in names:
         raise RewardError(
-            f"reward {called}: takes ({', '.join(names)}); it must take `response`, or `responses` for a "
+            f"reward {called}: takes ({', '.join(names)}); it must take `response`, or "
+            f"`responses` for a "
             f"whole batch, and may take `prompt` or `prompts` and columns of the dataset"
         )
     mixed = names & set(OWN_PARAMETERS["single" if style == "batched" else "batched"])
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     if mixed or positional or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise RewardError(
-            f"reward {called}: cannot be called with ({', '.join(map(str, parameters))}); use either "
+            f"reward {called}: cannot be called with ({', '.join(map(str, parameters))}); use "
+            f"either "
             f"`prompt, response` or `prompts, responses`, and parameters that can be given by name"
         )
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in own]
@@ -202,7 +212,8 @@ def _module_of_file(path: Path) -> ModuleType:
 
 
 def _is_the_users(module: ModuleType) -> bool:
-    """Whether a module is neither installed nor of Python's own, so that another process may lack it."""
+    """Whether a module is neither installed nor of Python's own, so that another process may lack
+    it."""
     file = getattr(module, "__file__", None)
     if module.__name__ == "__main__" or file is None or module.__name__.startswith("verl_lab"):
         return False  # cloudpickle takes what is defined in __main__ by value anyway

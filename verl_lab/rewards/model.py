@@ -16,8 +16,8 @@ BATCH_SIZE = 16
 class RewardModel:
     """Scores texts with the first output of a sequence classifier.
 
-    A tokenizer with a chat template sees a user's turn and an assistant's; another sees a pair of texts, as reward
-    models such as OpenAssistant's were trained.
+    A tokenizer with a chat template sees a user's turn and an assistant's; another sees a pair of
+    texts, as reward models such as OpenAssistant's were trained.
 
     Args:
         name_or_path: a Hugging Face id or a folder.
@@ -32,7 +32,8 @@ class RewardModel:
             )
         except (OSError, ValueError) as error:
             raise DataError(
-                f"reward_model.name_or_path: {name_or_path} cannot be loaded; name a folder or an id of a "
+                f"reward_model.name_or_path: {name_or_path} cannot be loaded; name a folder or an "
+                f"id of a "
                 f"sequence classifier with safetensors weights\n{error}"
             ) from error
         if model.config.pad_token_id is None:

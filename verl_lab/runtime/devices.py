@@ -1,4 +1,5 @@
-"""Taking a device: pins this process to its cores, or shows it one GPU. To be called before any tensor."""
+"""Taking a device: pins this process to its cores, or shows it one GPU. To be called before any
+tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def occupy(text: str) -> str:
     if device.kind == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in visible.split(",") if name]
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[device.index or 0] if names else str(device.index)
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            names[device.index or 0] if names else str(device.index)
+        )
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         return "cuda:0"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

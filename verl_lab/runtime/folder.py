@@ -1,9 +1,10 @@
 """The runtime folder: where live sessions of this user are found, and their sockets lie.
 
-`/tmp/verl-lab-<uid>/<session>/` (mode 0700; `VERL_LAB_RUNTIME_DIR` moves it) holds `session.json`, the
-sockets `rpc` and `lease`, and one socket a worker. Paths are short because a socket's may have 107
-bytes. Weights and large messages lie in `/dev/shm/verl-lab-<uid>/<session>/`, or beside the sockets where
-there is no shared memory. A process is known by its pid and its start time, so a reused pid is no match.
+`/tmp/verl-lab-<uid>/<session>/` (mode 0700; `VERL_LAB_RUNTIME_DIR` moves it) holds `session.json`,
+the sockets `rpc` and `lease`, and one socket a worker. Paths are short because a socket's may have
+107 bytes. Weights and large messages lie in `/dev/shm/verl-lab-<uid>/<session>/`, or beside the
+sockets where there is no shared memory. A process is known by its pid and its start time, so a
+reused pid is no match.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def start_ticks(pid: int) -> int | None:
 
 def root() -> Path:
     """This user's runtime folder, made if missing."""
-    path = Path(os.environ.get("VERL_LAB_RUNTIME_DIR") or f"/tmp/verl-lab-{os.getuid()}")  # noqa: S108
+    path = Path(os.environ.get("VERL_LAB_RUNTIME_DIR") or f"/tmp/verl-lab-{os.getuid()}")
     return _private(path)
 
 
@@ -70,7 +71,7 @@ def session_folder(session_id: str) -> Path:
 
 def memory_folder(session_id: str) -> Path:
     """Where one session keeps weights and large messages: shared memory, if there is any."""
-    shm = Path("/dev/shm")  # noqa: S108
+    shm = Path("/dev/shm")
     if shm.is_dir() and os.access(shm, os.W_OK):
         return _private(_private(shm / f"verl-lab-{os.getuid()}") / session_id)
     return _private(session_folder(session_id) / "memory")
@@ -106,7 +107,7 @@ def sessions() -> Iterator[SessionInfo]:
 
 def remove(session_id: str) -> None:
     """Removes all that a session had outside its run folder."""
-    shutil.rmtree(Path(f"/dev/shm/verl-lab-{os.getuid()}") / session_id, ignore_errors=True)  # noqa: S108
+    shutil.rmtree(Path(f"/dev/shm/verl-lab-{os.getuid()}") / session_id, ignore_errors=True)
     shutil.rmtree(root() / session_id, ignore_errors=True)
 
 

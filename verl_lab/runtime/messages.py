@@ -1,9 +1,9 @@
 """What crosses a process boundary: a msgpack header and raw buffers, never a pickle of an object.
 
-A message is `[header, buffer…]`. A `Batch` anywhere in the header travels as an Arrow IPC buffer of
-its own, or, where it is large and both sides share a folder, as the path of a file that the reader maps
-and removes. Exceptions travel as their name, arguments and traceback: those of `verl_lab.errors` are
-raised again as themselves, any other as a `WorkerError` that names the peer.
+A message is `[header, buffer…]`. A `Batch` anywhere in the header travels as an Arrow IPC buffer
+of its own, or, where it is large and both sides share a folder, as the path of a file that the
+reader maps and removes. Exceptions travel as their name, arguments and traceback: those of
+`verl_lab.errors` are raised again as themselves, any other as a `WorkerError` that names the peer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The controller's side of one worker: numbered calls with a deadline, each answered once or failed.
+"""The controller's side of one worker: numbered calls with a deadline, each answered once or
+failed.
 
-A deadline counts from the last sign of life of the call (its start, or a progress report), so a long
-generation that moves is not late and a hung one is found in the same time.
+A deadline counts from the last sign of life of the call (its start, or a progress report), so a
+long generation that moves is not late and a hung one is found in the same time.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class Peer:
 
 
 async def gather(*work: Any) -> list[Any]:
-    """Runs all at the same time; when one fails, waits for the others, then raises the first error."""
+    """Runs all at the same time; when one fails, waits for the others, then raises the first
+    error."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -22,7 +22,8 @@ from verl_lab.runtime.messages import Message, decode, describe_error, encode
 
 REPORT_EVERY_S = 0.1
 READY = 0
-"""The id of the message that says a worker has built its service (a `reply`) or could not (an `error`)."""
+"""The id of the message that says a worker has built its service (a `reply`) or could not (an
+`error`)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ class WorkerSpec:
 
     def packed(self) -> dict[str, Any]:
         """As JSON-safe data."""
-        return {**asdict(self), "arguments": encode(Message("call", READY, self.arguments))[0].hex()}
+        return {
+            **asdict(self),
+            "arguments": encode(Message("call", READY, self.arguments))[0].hex(),
+        }
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> WorkerSpec:
@@ -79,7 +83,7 @@ def run(data: dict[str, Any]) -> NoReturn:
 class Desk:
     """Serves one object: runs calls, and sends results, errors and progress."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[Message], Any]) -> None:
         self._send = send
         self._service: Any = None
         self._id = READY

@@ -1,7 +1,8 @@
 """A connection to a controller: holds the lease, and makes calls.
 
-Every call has a socket of its own, so calls from several threads do not wait for each other, and the late
-answer to a call that was given up goes nowhere. Waiting is done in slices, so an interrupt ends it at once.
+Every call has a socket of its own, so calls from several threads do not wait for each other, and
+the late answer to a call that was given up goes nowhere. Waiting is done in slices, so an
+interrupt ends it at once.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Client:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         number = next(self._numbers)
         body = {"method": method, "args": args, "kwargs": kwargs}
-        dealer = zmq.Context.instance().socket(zmq.DEALER)
+        dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         dealer.linger = 0
         try:
             dealer.connect(f"ipc://{self._sockets / 'rpc'}")

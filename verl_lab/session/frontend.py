@@ -1,4 +1,5 @@
-"""Who is looking: a person at a notebook, a notebook that runs by itself, a terminal or a script."""
+"""Who is looking: a person at a notebook, a notebook that runs by itself, a terminal or a
+script."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ import os
 from typing import Literal
 
 Frontend = Literal["live", "headless", "terminal", "script"]
-KEEP_ALIVE_S: dict[Frontend, float] = {"live": 600.0, "headless": 5.0, "terminal": 5.0, "script": 5.0}
+KEEP_ALIVE_S: dict[Frontend, float] = {
+    "live": 600.0,
+    "headless": 5.0,
+    "terminal": 5.0,
+    "script": 5.0,
+}
 """How long an idle session outlives its last client, by who made it."""
 
 
@@ -17,7 +23,7 @@ def frontend() -> Frontend:
     """
     forced = os.environ.get("VERL_LAB_FRONTEND")
     if forced in KEEP_ALIVE_S:
-        return forced  # type: ignore[return-value]
+        return forced
     try:
         from IPython.core.getipython import get_ipython
     except ImportError:

@@ -1,4 +1,5 @@
-"""Starting a controller from this process, through a fork server that is kept warm for the next one."""
+"""Starting a controller from this process, through a fork server that is kept warm for the next
+one."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def ps() -> list[dict[str, Any]]:
 
 
 def runs(runs_dir: str | Path = "runs") -> pd.DataFrame:
-    """The runs on disk, newest last: steps done, last reward and evaluation, and whether one is live."""
+    """The runs on disk, newest last: steps done, last reward and evaluation, and whether one is
+    live."""
     import pandas as pd
 
     live = {info.run_folder for info in runtime.sessions()}
@@ -54,6 +55,6 @@ def runs(runs_dir: str | Path = "runs") -> pd.DataFrame:
         row: dict[str, Any] = {"run": folder.path.name, "steps": step}
         for name in ("reward/mean", "eval/accuracy", "eval/reward"):
             known = metrics[name].dropna() if name in metrics else metrics.iloc[:0]
-            row[name] = float(known.iloc[-1]) if len(known) else float("nan")
+            row[name] = known.to_numpy()[-1] if len(known) else float("nan")
         rows.append({**row, "is_live": str(folder.path.absolute()) in live})
     return pd.DataFrame(rows).set_index("run") if rows else pd.DataFrame()

@@ -15,7 +15,8 @@ RewardParts = (
 
 
 def as_parts(given: RewardParts | None) -> tuple[dict[str, float] | None, dict[str, bytes]]:
-    """Weights by part, and the pickled functions among them; `(None, {})` where nothing was given."""
+    """Weights by part, and the pickled functions among them; `(None, {})` where nothing was
+    given."""
     if given is None:
         return None, {}
     if not isinstance(given, Mapping):

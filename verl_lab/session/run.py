@@ -90,7 +90,8 @@ class Run:
             while not self._has_ended():
                 if deadline is not None and time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"run {self.session.name}: still {self.status} after {timeout_s:g} s; it goes on"
+                        f"run {self.session.name}: still {self.status} after {timeout_s:g} s; it "
+                        f"goes on"
                     )
                 time.sleep(POLL_S)
         except KeyboardInterrupt:

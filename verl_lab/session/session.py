@@ -1,7 +1,9 @@
-"""A session: rollout, reward and trainer processes on the devices you chose, and what you ask of them."""
+"""A session: rollout, reward and trainer processes on the devices you chose, and what you ask of
+them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Mapping
@@ -15,7 +17,6 @@ from verl_lab.config.load import load_config, start_problems
 from verl_lab.config.schema import LabConfig
 from verl_lab.errors import ConfigError, DeadlineError, LabError, StateError, WorkerError
 from verl_lab.runtime import folder as runtime
-
 from verl_lab.session import launch
 from verl_lab.session.client import Client
 from verl_lab.session.frontend import KEEP_ALIVE_S, frontend, owner
@@ -59,7 +60,8 @@ class Session:
         Args:
             config: a YAML file, or the same as a mapping. A resumed run brings its own.
             overrides: `dotted.key=value`, over the config.
-            reward: a reward function, or `{name: (function, weight)}`, in place of the config's parts.
+            reward: a reward function, or `{name: (function, weight)}`, in place of the config's
+                parts.
             resume: the folder of a run to go on with.
             keep_alive_s: how long an idle session outlives its last client.
 
@@ -120,7 +122,8 @@ class Session:
         return self
 
     def close(self) -> None:
-        """Ends all processes and frees their memory; what was recorded stays. Safe to call again."""
+        """Ends all processes and frees their memory; what was recorded stays. Safe to call
+        again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -128,10 +131,8 @@ class Session:
             client = self._client.result()
         except LabError:
             return
-        try:
+        with contextlib.suppress(DeadlineError, WorkerError):  # gone or stuck: the next line sees
             client.call("close", timeout_s=5.0)
-        except (DeadlineError, WorkerError):
-            pass  # it is gone, or stuck; the next line sees which
         if not client.wait_gone(CLOSE_S):
             os.kill(client.info.pid, 9)  # its fork server buries the rest
             client.wait_gone(CLOSE_S)
@@ -151,7 +152,8 @@ class Session:
     # --- training
 
     def train(self, steps: int | None = None) -> Run:
-        """Trains in the background, for `steps` more steps or to the config's end; returns at once."""
+        """Trains in the background, for `steps` more steps or to the config's end; returns at
+        once."""
         number: Future[int] = Future()
 
         def begin() -> None:
@@ -164,11 +166,13 @@ class Session:
         return Run(self, number)
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the policy on the held-out prompts; while a run is under way, at its next boundary."""
+        """Metrics of the policy on the held-out prompts; while a run is under way, at its next
+        boundary."""
         return dict(self.call("evaluate"))
 
     def set(self, key: str, value: Any = None, /, **more: Any) -> int:
-        """Changes a live knob (`s.set("rollout.rollout_batch_size", 48)`); returns the first step that has it.
+        """Changes a live knob (`s.set("rollout.rollout_batch_size", 48)`); returns the first step
+        that has it.
 
         Raises:
             ConfigError: the key may not change while a run is under way, or the value does not fit.
@@ -219,7 +223,8 @@ class Session:
         return self._batch("update", batch)
 
     def sync_weights(self) -> int:
-        """Brings the rollout workers to the new weights, and ends the step; returns their version."""
+        """Brings the rollout workers to the new weights, and ends the step; returns their
+        version."""
         return int(self.call("sync_weights"))
 
     # --- looking
@@ -247,7 +252,8 @@ class Session:
         """Asks the controller; waits for the session to start first."""
         if self._is_closed:
             raise StateError(
-                f"session {self.name}: is closed; go on with Session(resume={str(self.folder.path)!r})"
+                f"session {self.name}: is closed; go on with "
+                f"Session(resume={str(self.folder.path)!r})"
             )
         return self._started().call(method, *args, timeout_s=timeout_s, **kwargs)
 
@@ -306,5 +312,3 @@ def _refuse_live(found: RunFolder) -> None:
                 f"{found.path}: a session works on it (pid {info.pid}); "
                 f"attach to it, or end it with `verl-lab stop {found.path.name}`"
             )
-
-

@@ -1,7 +1,8 @@
 """The run database: SQLite in WAL mode, one writer, any number of readers in other processes.
 
-A rewind or a resume begins a new attempt from a step. Rows of older attempts beyond that step stay on disk and
-are hidden: a row of attempt a at step t is visible if every later attempt began from step t or later.
+A rewind or a resume begins a new attempt from a step. Rows of older attempts beyond that step stay
+on disk and are hidden: a row of attempt a at step t is visible if every later attempt began from
+step t or later.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE TABLE IF NOT EXISTS interventions (
     id INTEGER PRIMARY KEY, time REAL, attempt INTEGER, step INTEGER, key TEXT, old TEXT, new TEXT);
 CREATE TABLE IF NOT EXISTS spans (
-    id INTEGER PRIMARY KEY, worker TEXT, device TEXT, kind TEXT, step INTEGER, start REAL, "end" REAL);
+    id INTEGER PRIMARY KEY, worker TEXT, device TEXT, kind TEXT, step INTEGER,
+    start REAL, "end" REAL);
 CREATE TABLE IF NOT EXISTS workers (
     id INTEGER PRIMARY KEY, name TEXT, role TEXT, device TEXT, pid INTEGER,
     started REAL, ended REAL, exit_code INTEGER);
@@ -49,7 +51,9 @@ class Recorder:
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.executescript(SCHEMA)
         self._spans: list[tuple[Any, ...]] = []
-        self.attempt = self._db.execute("SELECT coalesce(max(attempt), -1) FROM attempts").fetchone()[0]
+        self.attempt: int = self._db.execute(
+            "SELECT coalesce(max(attempt), -1) FROM attempts"
+        ).fetchone()[0]
 
     def begin_attempt(self, from_step: int, reason: str) -> int:
         """Hides what was recorded beyond `from_step`; returns the new attempt's number."""
@@ -67,7 +71,7 @@ class Recorder:
         self._db.execute("BEGIN")
         self._db.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?)", rows)
         self._db.executemany(
-            'INSERT INTO spans (worker, device, kind, step, start, "end") VALUES (?, ?, ?, ?, ?, ?)',
+            "INSERT INTO spans VALUES (NULL, ?, ?, ?, ?, ?, ?)",
             self._spans,
         )
         self._db.execute("COMMIT")
@@ -83,7 +87,8 @@ class Recorder:
     def intervention(self, step: int, key: str, old: Any, new: Any) -> None:
         """Records that a knob was changed, from `step` on."""
         self._db.execute(
-            "INSERT INTO interventions (time, attempt, step, key, old, new) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO interventions (time, attempt, step, key, old, new) VALUES (?, ?, ?, ?, "
+            "?, ?)",
             (time.time(), self.attempt, step, key, json.dumps(old), json.dumps(new)),
         )
 
@@ -103,7 +108,8 @@ class Recorder:
     def worker_ended(self, name: str, pid: int, exit_code: int | None) -> None:
         """Records the end of a process; a negative code is the signal that ended it."""
         self._db.execute(
-            "UPDATE workers SET ended = ?, exit_code = ? WHERE name = ? AND pid = ? AND ended IS NULL",
+            "UPDATE workers SET ended = ?, exit_code = ? WHERE name = ? AND pid = ? AND ended IS "
+            "NULL",
             (time.time(), exit_code, name, pid),
         )
 
@@ -113,7 +119,8 @@ class Recorder:
 
 
 class Reader:
-    """A look at the records, from any process, while they grow. A run that has none yet is empty."""
+    """A look at the records, from any process, while they grow. A run that has none yet is
+    empty."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._db = _open(folder)
@@ -123,7 +130,7 @@ class Reader:
         import pandas as pd
 
         rows = self._query(
-            f"SELECT step, name, value FROM metrics AS rows WHERE step > ? AND {VISIBLE}",  # noqa: S608
+            f"SELECT step, name, value FROM metrics AS rows WHERE step > ? AND {VISIBLE}",
             (after_step,),
         )
         frame = pd.DataFrame(rows, columns=["step", "name", "value"])
@@ -136,7 +143,7 @@ class Reader:
     def latest(self) -> tuple[int, dict[str, float]]:
         """The last step recorded and its metrics; step 0 and none for a new run."""
         rows = self._query(
-            f"SELECT step, name, value FROM metrics AS rows WHERE {VISIBLE} "  # noqa: S608
+            f"SELECT step, name, value FROM metrics AS rows WHERE {VISIBLE} "
             "ORDER BY step DESC LIMIT 400"
         )
         if not rows:
@@ -155,7 +162,7 @@ class Reader:
     def visible_attempt(self, step: int) -> int:
         """The attempt whose row of a step is visible."""
         rows = self._query(
-            f"SELECT max(attempt) FROM metrics AS rows WHERE step = ? AND {VISIBLE}",  # noqa: S608
+            f"SELECT max(attempt) FROM metrics AS rows WHERE step = ? AND {VISIBLE}",
             (step,),
         )
         return int(rows[0][0]) if rows and rows[0][0] is not None else 0
@@ -199,7 +206,7 @@ class Reader:
 
         names = ", ".join(f'"{column}"' for column in columns)
         where = "" if after_id is None else f" WHERE id > {int(after_id)}"
-        rows = self._query(f"SELECT {names} FROM {table}{where} ORDER BY rowid")  # noqa: S608
+        rows = self._query(f"SELECT {names} FROM {table}{where} ORDER BY rowid")
         return pd.DataFrame(rows, columns=columns)
 
     def _query(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -214,7 +221,8 @@ class Reader:
 
 
 def _open(folder: RunFolder) -> sqlite3.Connection | None:
-    """Read-only; a folder that cannot be written to is read without its write-ahead log's lock file."""
+    """Read-only; a folder that cannot be written to is read without its write-ahead log's lock
+    file."""
     if not folder.database.exists():
         return None
     address = folder.database.absolute().as_uri()

@@ -56,7 +56,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs_dir: str | Path, name: str | None, default_stem: str) -> RunFolder:
-        """Claims a new folder: `name`, or `default_stem-<number>`; the next free number where it is taken."""
+        """Claims a new folder: `name`, or `default_stem-<number>`; the next free number where it
+        is taken."""
         root = Path(runs_dir)
         root.mkdir(parents=True, exist_ok=True)
         number = 1
@@ -85,7 +86,11 @@ class RunFolder:
         parent = folder.path.parent
         names = [other.path.name for other in list_runs(parent)]
         close = difflib.get_close_matches(folder.path.name, names, n=3, cutoff=0.4) or names[-3:]
-        hint = f"; near it are {', '.join(close)}" if close else "; `verl-lab runs` lists those that are"
+        hint = (
+            f"; near it are {', '.join(close)}"
+            if close
+            else "; `verl-lab runs` lists those that are"
+        )
         raise DataError(f"{path}: is no run folder{hint}")
 
     def exists(self) -> bool:

@@ -1,8 +1,9 @@
 """The samples of a run: one Parquet file a step, compacted as they grow many.
 
-`step-000012.a0.parquet` holds step 12 of attempt 0; `steps-000001-000064.a0.parquet` holds a row group for
-each of its steps. Files appear whole, by renaming. A crash in the middle of compaction leaves a step in two files,
-with the same rows; the single file is then the one that is read, and the next compaction removes it.
+`step-000012.a0.parquet` holds step 12 of attempt 0; `steps-000001-000064.a0.parquet` holds a row
+group for each of its steps. Files appear whole, by renaming. A crash in the middle of compaction
+leaves a step in two files, with the same rows; the single file is then the one that is read, and
+the next compaction removes it.
 """
 
 from __future__ import annotations

@@ -70,9 +70,3 @@ def test_growth_stops_at_the_longest_sequence():
 def test_a_new_cache_has_seen_nothing(cache):
     assert cache.get_seq_length() == 0
     assert cache.get_mask_sizes(5, 0) == (5, 0)
-
-
-def test_memory_is_counted():
-    cache = SlotCache(rows=4, length=64, max_length=64)
-    cache.load([0], prompts([1]), row=0, length=1)
-    assert cache.num_bytes == 2 * 2 * 4 * 64 * 2 * 4  # layers, keys and values, rows, ... bytes

@@ -1,4 +1,5 @@
 import copy
+import time
 
 import numpy as np
 import pytest
@@ -187,11 +188,13 @@ def test_top_k_and_top_p_restrict_what_is_sampled(bench, prompts, limit, allowed
 
 def test_progress_ends_with_everything_done(bench, prompts):
     lab = bench()
+    start = time.monotonic()
     batch = lab.generate(prompts)
+    elapsed_s = time.monotonic() - start
     tokens = sum(map(len, batch["response_ids"]))
     last = {"tokens": tokens, "sequences_done": 33, "sequences_total": 33}
     assert lab.reports[-1] == last
-    assert len(lab.reports) <= 2 + sum(n for n, _ in lab.shapes) // 100
+    assert len(lab.reports) <= 2 + elapsed_s * 5
 
 
 @pytest.mark.parametrize(

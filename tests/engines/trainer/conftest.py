@@ -52,7 +52,8 @@ def trainer(tiny_model):
 
 @pytest.fixture
 def batch():
-    """Four groups of two samples, lengths all different, with made-up log-probabilities and advantages."""
+    """Four groups of two samples, lengths all different, with made-up log-probabilities and
+    advantages."""
     generator = torch.Generator().manual_seed(3)
 
     def ids(n):

@@ -66,12 +66,6 @@ class SlotCache(Cache):
         """Tokens a row has room for at present."""
         return self._length
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory held."""
-        arenas = (*self._keys.values(), *self._values.values())
-        return sum(arena.numel() * arena.element_size() for arena in arenas)
-
     def load(self, slots: Sequence[int], prompts: PromptCache, row: int, length: int) -> None:
         """Copies the first `length` tokens of one prompt into slots."""
         for layer, keys in prompts.keys.items():

@@ -32,7 +32,7 @@ class Policy:
         DataError: the model's layers or its forward pass are of a kind that is not supported.
     """
 
-    def __init__(self, model: nn.Module, name: str = "model.name_or_path") -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model.eval().requires_grad_(False)
         config: Any = model.config
         self.config: Any = config.get_text_config()
@@ -45,8 +45,8 @@ class Policy:
         self.vocab_size: int = self.config.vocab_size
         self.max_length: int | None = getattr(self.config, "max_position_embeddings", None)
         self._window: int | None = getattr(self.config, "sliding_window", None)
-        self._kinds = self._layer_kinds(name)
-        self._cache_name = self._check_forward(name)
+        self._kinds = self._layer_kinds()
+        self._cache_name = self._check_forward()
 
     def prefill(self, prompts: list[list[int]]) -> tuple[PromptCache, Tensor]:
         """One forward pass over whole prompts, padded on the right.
@@ -115,25 +115,25 @@ class Policy:
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _layer_kinds(self, name: str) -> list[str]:
+    def _layer_kinds(self) -> list[str]:
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if not kinds:
             kinds = {"full_attention" if self._window is None else "sliding_attention"}
         if kinds - ATTENTION:
             raise DataError(
-                f"{name}: {type(self.model).__name__} has layers of kind "
+                f"model.name_or_path: {type(self.model).__name__} has layers of kind "
                 f"{sorted(kinds - ATTENTION)}, whose state is not keys and values; use a model "
                 f"with attention layers only"
             )
         return sorted(kinds)
 
-    def _check_forward(self, name: str) -> str:
+    def _check_forward(self) -> str:
         parameters = inspect.signature(self.model.forward).parameters
         missing = {"position_ids", "logits_to_keep"} - set(parameters)
         caches = [p for p in ("cache", "past_key_values") if p in parameters]
         if missing or not caches:
             raise DataError(
-                f"{name}: the forward pass of {type(self.model).__name__} takes no "
+                f"model.name_or_path: the forward pass of {type(self.model).__name__} takes no "
                 f"{', '.join(sorted(missing)) or 'cache'}; use a decoder such as Llama or Qwen"
             )
         return caches[0]

@@ -1,8 +1,9 @@
-"""Causal attention over packed sequences, without a mask over all of them and without mixing any two.
+"""Causal attention over packed sequences, without a mask over all of them and without mixing any
+two.
 
-It is registered with transformers as `verl_lab_packed`, and finds where the sequences are in the keyword arguments
-that transformers hands through to its attention. Shapes: S tokens of n sequences one after the other, H query heads,
-K key heads, D head size, L the longest sequence.
+It is registered with transformers as `verl_lab_packed`, and finds where the sequences are in the
+keyword arguments that transformers hands through to its attention. Shapes: S tokens of n sequences
+one after the other, H query heads, K key heads, D head size, L the longest sequence.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
     *,
     layout: Layout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_: Any,
@@ -63,9 +64,9 @@ def packed_attention(
         key: [1, K, S, D].
         value: [1, K, S, D].
         attention_mask: unused; the layout says it all.
+        layout: where the sequences are.
         scaling: of the scores.
         dropout: must be 0, so that log-probabilities are the same twice.
-        layout: where the sequences are.
         sliding_window: how many tokens back a token sees.
         softcap: refused.
 
@@ -81,7 +82,7 @@ def packed_attention(
 
     def block(packed: Tensor) -> Tensor:
         rows = packed[0].transpose(0, 1).index_select(0, layout.gather)
-        return rows.unflatten(0, (n, length)).transpose(1, 2)
+        return rows.view(n, length, *rows.shape[1:]).transpose(1, 2)
 
     mask = None
     if sliding_window is not None and length > sliding_window:

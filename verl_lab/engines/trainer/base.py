@@ -80,8 +80,8 @@ class TrainerEngine(Protocol):
         """Trains on a batch; returns it with `old_logprobs`, and metrics.
 
         Args:
-            batch: with `prompt_ids`, `response_ids`, `rollout_logprobs`, `advantages`; `ref_logprobs` where there is
-                a KL term, and optionally `loss_mask`.
+            batch: with `prompt_ids`, `response_ids`, `rollout_logprobs`, `advantages`;
+                `ref_logprobs` where there is a KL term, and optionally `loss_mask`.
             settings: the numbers.
             report: called after each micro-batch.
         """

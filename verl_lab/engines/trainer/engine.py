@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -79,8 +80,8 @@ class PolicyTrainer:
     ) -> tuple[Batch, dict[str, float]]:
         """Trains on a batch; returns it with `old_logprobs`, and metrics.
 
-        With one update a step the policy that begins the update is the old one, so its log-probabilities come from
-        the training pass itself; with several they are computed first.
+        With one update a step the policy that begins the update is the old one, so its
+        log-probabilities come from the training pass itself; with several they are computed first.
         """
         self._check(batch, settings)
         if settings.updates_per_step > 1:
@@ -106,7 +107,11 @@ class PolicyTrainer:
                 old[row] = values
         if "old_logprobs" not in batch or settings.updates_per_step == 1:
             batch = batch.with_columns({"old_logprobs": old})
-        return batch, {**_merged(history), **self._mismatch(batch), "trainer/tokens": float(sum(sample_lengths(batch)))}
+        return batch, {
+            **_merged(history),
+            **self._mismatch(batch),
+            "trainer/tokens": float(sum(sample_lengths(batch))),
+        }
 
     def _update_once(
         self,
@@ -127,7 +132,12 @@ class PolicyTrainer:
             logprobs, entropy = self._policy.logprobs(packed, settings.temperature)
             before = packed.tokens.get("old_logprobs", logprobs.detach())
             loss, metrics = _loss(
-                packed, logprobs, before, settings, num_tokens=num_tokens, num_sequences=num_sequences
+                packed,
+                logprobs,
+                before,
+                settings,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
             )
             loss.backward()  # type: ignore[no-untyped-call]
             mask = _mask(packed)
@@ -236,10 +246,12 @@ def _shares(batch: Batch, parts: int) -> list[list[int]]:
     groups = list(batch.groups().values())
     if len(groups) % parts:
         raise ShapeError(
-            f"trainer.updates_per_step={parts} does not divide the {len(groups)} groups of the batch"
+            f"trainer.updates_per_step={parts} does not divide the {len(groups)} groups of the "
+            f"batch"
         )
     size = len(groups) // parts
-    return [sum(groups[i * size : (i + 1) * size], []) for i in range(parts)]
+    shares = (groups[i * size : (i + 1) * size] for i in range(parts))
+    return [list(itertools.chain.from_iterable(share)) for share in shares]
 
 
 def _mask_columns(batch: Batch) -> list[str]:
@@ -265,11 +277,16 @@ def _mask(packed: Packed) -> Tensor:
 def _add(sums: dict[str, float], metrics: dict[str, Tensor]) -> None:
     for name, value in metrics.items():
         number = float(value)
-        sums[name] = max(sums.get(name, 0.0), number) if name.endswith("_max") else sums.get(name, 0.0) + number
+        sums[name] = (
+            max(sums.get(name, 0.0), number)
+            if name.endswith("_max")
+            else sums.get(name, 0.0) + number
+        )
 
 
 def _merged(history: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a step from those of its updates: the mean, or the largest, or how many were skipped."""
+    """Metrics of a step from those of its updates: the mean, or the largest, or how many were
+    skipped."""
     merged = {}
     for name in history[0]:
         values = [metrics[name] for metrics in history]

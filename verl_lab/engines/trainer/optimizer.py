@@ -1,8 +1,10 @@
-"""AdamW over a model's parameters, its learning rate by the update, and its state in safetensors."""
+"""AdamW over a model's parameters, its learning rate by the update, and its state in
+safetensors."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +22,15 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, betas: tuple[float, float], *, offload: bool) -> None:
-        self._names = {p: n for n, p in model.named_parameters() if p.requires_grad}
+        self._names: dict[Tensor, str] = {
+            p: n for n, p in model.named_parameters() if p.requires_grad
+        }
         matrices = [p for p in self._names if p.ndim > 1]
         others = [p for p in self._names if p.ndim <= 1]  # norms and biases: never decayed
-        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
         self._offload = offload
         self.num_updates = 0
@@ -77,8 +84,8 @@ class Optimizer:
 def learning_rate(update: int, settings: UpdateSettings) -> float:
     """The learning rate of an update, counted from 0.
 
-    It rises linearly over the warm-up, so that the first update has 1/warmup of the peak, and then decays to 0 at
-    `total_updates`: not at all, linearly, or as half a cosine.
+    It rises linearly over the warm-up, so that the first update has 1/warmup of the peak, and then
+    decays to 0 at `total_updates`: not at all, linearly, or as half a cosine.
     """
     peak, warmup = settings.learning_rate, settings.warmup_updates
     if update < warmup:

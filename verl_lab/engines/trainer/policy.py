@@ -1,4 +1,5 @@
-"""A causal language model as the trainer calls it: packed samples in, log-probabilities of their responses out.
+"""A causal language model as the trainer calls it: packed samples in, log-probabilities of their
+responses out.
 
 Shapes: S packed tokens, T response tokens, D hidden size, V vocabulary.
 """
@@ -27,7 +28,8 @@ class PackedPolicy:
     """Log-probabilities of a model.
 
     Args:
-        model: a transformers causal language model, loaded with packed attention or flash attention.
+        model: a transformers causal language model, loaded with packed attention or flash
+            attention.
         compute_dtype: the precision of forward passes; parameters keep theirs.
     """
 
@@ -100,7 +102,7 @@ def _head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     factor /= getattr(config, "logits_scaling", None) or 1.0
 
     def head(hidden: Tensor) -> Tensor:
-        logits = output(hidden)
+        logits: Tensor = output(hidden)
         if factor != 1.0:
             logits = logits * factor
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -1,9 +1,10 @@
 """The warm fork server: a process that has imported torch and forks itself on request.
 
-Starting a process this way takes milliseconds instead of the seconds that importing torch takes. The
-server never runs a tensor operation and never touches CUDA, so what it forks starts clean. Two uses:
-a kernel keeps one to start controllers, and each controller keeps one to start its workers, which is
-also its undertaker: when the controller is gone, it kills what is left and removes its memory.
+Starting a process this way takes milliseconds instead of the seconds that importing torch takes.
+The server never runs a tensor operation and never touches CUDA, so what it forks starts clean. Two
+uses: a kernel keeps one to start controllers, and each controller keeps one to start its workers,
+which is also its undertaker: when the controller is gone, it kills what is left and removes its
+memory.
 
 Requests and answers are JSON lines over a socket pair:
 `{"target": "module:function", "spec": {...}, "log": path}` → `{"pid": n}`, and at any time
@@ -12,6 +13,7 @@ Requests and answers are JSON lines over a socket pair:
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -36,8 +38,11 @@ WARM = (
 
 
 def serve(connection: socket.socket, when_orphaned: Callable[[set[int]], None]) -> NoReturn:
-    """Forks on request until the other end of `connection` is gone, then calls `when_orphaned(pids)`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a notebook's Interrupt reaches whole process groups
+    """Forks on request until the other end of `connection` is gone, then calls
+    `when_orphaned(pids)`."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a notebook's Interrupt reaches whole process groups
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     wake_read, wake_write = socket.socketpair()
     wake_read.setblocking(False)
@@ -122,10 +127,8 @@ def _reap(connection: socket.socket, children: set[int]) -> None:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    try:
+    with contextlib.suppress(ConnectionError):  # the loop sees the end of the connection next
         connection.sendall(json.dumps(message).encode() + b"\n")
-    except ConnectionError:
-        pass  # the loop sees the end of the connection next
 
 
 def kill_groups(pids: set[int]) -> None:

@@ -41,7 +41,8 @@ class ForkServer:
         command = [sys.executable, "-m", forkserver.__name__, str(theirs.fileno())]
         package_root = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-        # OpenMP threads that spin for long beside a busy core make small operations ten times slower.
+        # OpenMP threads that spin for long beside a busy core make small operations ten times
+        # slower.
         environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "PYTHONPATH": path}
         with theirs, log.open("ab") as output:
             process = subprocess.Popen(
