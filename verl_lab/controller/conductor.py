@@ -65,6 +65,12 @@ class Conductor:
         else:
             self._opened.set_result(None)
 
+    async def stop_well(self) -> None:
+        """Ends a paused run with an evaluation and a checkpoint, and waits for it."""
+        self.stop()
+        if self._training is not None:
+            await asyncio.wait([self._training])
+
     async def stop_working(self) -> None:
         """Ends a run under way where it is."""
         await cancelled(self._training)

@@ -129,15 +129,18 @@ class History:
             attempts = reader.attempts()
         visible = []
         for folder in self.folder.checkpoints.glob("[!.]*"):
-            found = problems(folder)
-            if found:
-                self.event("damaged", f"{folder.name}: {'; '.join(found)}", 0)
+            if not (folder / STATE).exists():
                 continue
             state = json.loads((folder / STATE).read_text())
             later = attempts[attempts["attempt"] > state["attempt"]]
             if (later["from_step"] >= state["step"]).all():
                 visible.append((state["step"], state["attempt"], folder))
-        return max(visible)[2] if visible else None
+        for step, _, folder in sorted(visible, reverse=True):
+            found = problems(folder)
+            if not found:
+                return folder
+            self.event("damaged", f"{folder.name}: {'; '.join(found)}", step)
+        return None
 
     def has_checkpoint(self, step: int) -> bool:
         """Whether the policy as it is after `step` has been saved."""

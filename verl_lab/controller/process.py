@@ -177,6 +177,7 @@ class Controller:
                 self._idle_since = time.monotonic()
             elif time.monotonic() - self._idle_since >= self.spec.keep_alive_s:
                 log.info("lease over: no client for %g s", self.spec.keep_alive_s)
+                await self.conductor.stop_well()
                 return
 
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -69,6 +69,11 @@ def session_folder(session_id: str) -> Path:
     return path
 
 
+def fork_server_log(pid: int) -> Path:
+    """Where the fork server of a process writes; removed when the process is gone."""
+    return root() / f"fork-server-{pid}.log"
+
+
 def memory_folder(session_id: str) -> Path:
     """Where one session keeps weights and large messages: shared memory, if there is any."""
     shm = Path("/dev/shm")
@@ -97,6 +102,9 @@ def sessions() -> Iterator[SessionInfo]:
     """The live sessions of this user, oldest first; what dead ones left is removed on the way."""
     found = []
     for folder in root().iterdir():
+        if folder.suffix == ".log" and start_ticks(int(folder.stem.rpartition("-")[2])) is None:
+            folder.unlink(missing_ok=True)  # of the fork server of a process that is gone
+            continue
         info = read_info(folder.name)
         if info is not None and info.is_alive:
             found.append(info)

@@ -34,7 +34,7 @@ def fork_server() -> ForkServer:
     with _lock:
         is_mine = _server_pid == os.getpid()  # not the parent's, after a fork
         if _server is None or not is_mine or folder.start_ticks(_server.pid) is None:
-            _server = ForkServer.spawn(folder.root() / f"fork-server-{os.getpid()}.log")
+            _server = ForkServer.spawn(folder.fork_server_log(os.getpid()))
             _server_pid = os.getpid()
         return _server
 

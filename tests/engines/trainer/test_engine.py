@@ -232,3 +232,13 @@ def test_one_sample_alone_is_a_batch_too(trainer, batch, settings, ignore):
     assert len(done) == 1
     assert metrics["trainer/tokens"] == 3 + 5
     assert isinstance(done, Batch)
+
+
+def test_one_long_sequence_among_short_ones_makes_no_large_block():
+    from verl_lab.engines.trainer.attention import Layout
+
+    lengths = torch.tensor([500, *[5] * 100, 9])
+    layout = Layout.of(torch.cat([torch.zeros(1), lengths.cumsum(0)]).int())
+    places = sum(bucket.num_sequences * bucket.max_length for bucket in layout.buckets)
+    assert places <= 2 * int(lengths.sum())
+    assert sorted(layout.inverse.tolist()) == list(range(int(lengths.sum())))

@@ -22,24 +22,41 @@ NAME = "verl_lab_packed"
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the tokens of packed sequences are in a padded block."""
+class Bucket:
+    """Sequences of similar length, and where their tokens are in a padded block."""
 
     gather: Tensor
     """[n * L] the packed position of each place in the block; padding repeats the last token."""
-    scatter: Tensor
-    """[S] the place in the block of each packed position."""
+    tokens: Tensor
+    """The places in the block that are no padding, in packed order."""
     num_sequences: int
     max_length: int
 
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of packed sequences are; the block of a bucket is at most half padding."""
+
+    buckets: list[Bucket]
+    inverse: Tensor
+    """[S] the place of each packed position among the tokens of all buckets."""
+
     @classmethod
-    def of(cls, cu_seqlens: Tensor, max_length: int) -> Layout:
+    def of(cls, cu_seqlens: Tensor) -> Layout:
         """From where each sequence begins, [n + 1]."""
-        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-        column = torch.arange(max_length, device=cu_seqlens.device)
-        gather = torch.minimum(starts[:, None] + column, ends[:, None] - 1)
-        is_token = column < (ends - starts)[:, None]
-        return cls(gather.flatten(), is_token.flatten().nonzero()[:, 0], len(starts), max_length)
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        size_class = [int(length - 1).bit_length() for length in lengths.tolist()]
+        buckets, order = [], []
+        for size in sorted(set(size_class)):
+            rows = torch.tensor([i for i, s in enumerate(size_class) if s == size])
+            first, last = starts[rows][:, None], (starts + lengths - 1)[rows][:, None]
+            longest = int(lengths[rows].max())
+            place = first + torch.arange(longest, device=cu_seqlens.device)
+            is_token = (place <= last).flatten()
+            gather = torch.minimum(place, last).flatten()
+            buckets.append(Bucket(gather, is_token.nonzero()[:, 0], len(rows), longest))
+            order.append(gather[is_token])
+        return cls(buckets, torch.cat(order).argsort())
 
 
 def packed_attention(
@@ -78,28 +95,35 @@ def packed_attention(
             f"model.name_or_path: attention with dropout={dropout} and softcap={softcap} is not "
             f"available in the packed trainer; use a model without"
         )
-    n, length = layout.num_sequences, layout.max_length
+    packed = [states[0].transpose(0, 1) for states in (query, key, value)]
+    parts = []
+    for bucket in layout.buckets:
+        shape = (bucket.num_sequences, bucket.max_length)
+        q, k, v = (
+            states.index_select(0, bucket.gather).view(*shape, *states.shape[1:]).transpose(1, 2)
+            for states in packed
+        )
+        mask = _window_mask(bucket.max_length, sliding_window, query.device)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.tokens))
+    return torch.cat(parts).index_select(0, layout.inverse)[None], None
 
-    def block(packed: Tensor) -> Tensor:
-        rows = packed[0].transpose(0, 1).index_select(0, layout.gather)
-        return rows.view(n, length, *rows.shape[1:]).transpose(1, 2)
 
-    mask = None
-    if sliding_window is not None and length > sliding_window:
-        row = torch.arange(length, device=query.device)
-        distance = row[:, None] - row
-        mask = (distance >= 0) & (distance < sliding_window)
-    out = F.scaled_dot_product_attention(
-        block(query),
-        block(key),
-        block(value),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    flat = out.transpose(1, 2).flatten(0, 1)
-    return flat.index_select(0, layout.scatter)[None], None
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[L, L] True where a token sees another through a sliding window; None where that is all."""
+    if window is None or length <= window:
+        return None
+    row = torch.arange(length, device=device)
+    distance = row[:, None] - row
+    return (distance >= 0) & (distance < window)
 
 
 AttentionInterface.register(NAME, packed_attention)

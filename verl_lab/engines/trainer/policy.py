@@ -18,7 +18,7 @@ from verl_lab.algos.logprobs import chunked_logprobs
 from verl_lab.batch.balance import micro_batches
 from verl_lab.batch.columns import Batch
 from verl_lab.batch.pack import Packed, pack, unpack
-from verl_lab.engines.trainer.attention import Layout
+from verl_lab.engines.trainer.attention import NAME, Layout
 
 CHUNK_TOKENS = 1024
 """Rows of logits held at once."""
@@ -53,11 +53,7 @@ class PackedPolicy:
                 input_ids=packed.input_ids,
                 position_ids=packed.position_ids,
                 use_cache=False,
-                layout=Layout.of(packed.cu_seqlens, packed.max_seqlen),
-                cu_seq_lens_q=packed.cu_seqlens,
-                cu_seq_lens_k=packed.cu_seqlens,
-                max_length_q=packed.max_seqlen,
-                max_length_k=packed.max_seqlen,
+                **self._boundaries(packed),
             ).last_hidden_state[0]
             return chunked_logprobs(
                 hidden.index_select(0, packed.prediction_index),
@@ -80,6 +76,18 @@ class PackedPolicy:
             for index, values in zip(indices, unpack(found, part), strict=True):
                 rows[index] = values
         return rows  # type: ignore[return-value]
+
+    def _boundaries(self, packed: Packed) -> dict[str, Any]:
+        """What the model's attention needs to keep samples apart."""
+        config: Any = self.model.config
+        if config._attn_implementation == NAME:
+            return {"layout": Layout.of(packed.cu_seqlens)}
+        return {
+            "cu_seq_lens_q": packed.cu_seqlens,
+            "cu_seq_lens_k": packed.cu_seqlens,
+            "max_length_q": packed.max_seqlen,
+            "max_length_k": packed.max_seqlen,
+        }
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.compute_dtype in (torch.float32, torch.float64):
