@@ -63,6 +63,15 @@ class Experiment:
         if parts is not None:
             self.lab.parts = parts
         self.prompts, _ = await asyncio.gather(self._load_prompts(), self.lab.start())
+        self.history.describe(
+            devices=self.devices,
+            data={
+                "fingerprint": self.prompts.train.fingerprint,
+                "num_prompts": len(self.prompts.train),
+                "num_heldout": len(self.prompts.heldout),
+                "num_too_long": self.prompts.num_too_long,
+            },
+        )
         if is_resume:
             newest = self.history.newest()
             await self.return_to(newest, f"resume from {newest.name if newest else 'the start'}")

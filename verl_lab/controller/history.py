@@ -6,6 +6,7 @@ state, the step, the place in the data. It is complete or not there at all.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -39,9 +40,12 @@ class History:
         """Opens the database, and takes up what an earlier session recorded."""
         self._recorder = Recorder(self.folder)
         self._samples = SampleStore(self.folder)
-        self.folder.write_environment(environment())
         for draft in self.folder.checkpoints.glob(".*"):
             shutil.rmtree(draft)
+
+    def describe(self, **more: Any) -> None:
+        """Writes down versions, machine and commit, and what else is known of the surroundings."""
+        self.folder.write_environment({**environment(), **more})
 
     def close(self) -> None:
         """Closes the database."""
@@ -116,7 +120,7 @@ class History:
         (draft / STATE).write_text(json.dumps({**state, "attempt": attempt}))
         if final.exists():  # of an attempt that was rewound
             shutil.rmtree(final)
-        seal(draft, final)
+        await asyncio.to_thread(seal, draft, final)  # hashing gigabytes takes seconds
         for old in self._by_step()[:-keep]:
             shutil.rmtree(old)
         self._recorder.event("snapshot" if name else "checkpoint", final.name, state["step"])
