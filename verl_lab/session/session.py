@@ -233,9 +233,10 @@ class Session:
         """Where the session stands, as plain data.
 
         `state` is `starting`, `idle`, `training`, `paused`, `stopping`, `failed` or `closed`;
-        `step` of `steps_total`; the `stage` under way with `stage_done` of `stage_total`; `last` holds the
-        newest metrics, `eta_s` the seconds left, `workers` who runs where, `runs` each run's
-        outcome, `num_clients` who is attached and `lease_ends_in_s` when it leaves without one.
+        `step` of `steps_total`; the `stage` under way with `stage_done` of `stage_total`; `last`
+        holds the newest metrics, `eta_s` the seconds left, `workers` who runs where, `runs` each
+        run's outcome, `num_clients` who is attached and `lease_ends_in_s` when it leaves without
+        one.
         """
         if self._is_closed:
             return {"state": "closed", "step": self._reader_step(), "runs": [], "workers": []}
