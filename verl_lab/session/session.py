@@ -85,7 +85,7 @@ class Session:
         self.folder = found or RunFolder.create(
             self.config.runs_dir, self.config.name, _stem(self.config)
         )
-        self._is_closed = False
+        self._is_closed = self._is_detached = False
         self._client: Future[Client] = Future()
         threading.Thread(
             target=self._launch, args=(found is not None,), name="session start", daemon=True
@@ -100,7 +100,7 @@ class Session:
         session.folder = RunFolder.open(info.run_folder)
         session.config = load_config(session.folder.config_path)
         session._parts, session._functions, session._keep_alive_s = None, {}, 0.0
-        session._is_closed = False
+        session._is_closed = session._is_detached = False
         return session
 
     # --- life
@@ -140,7 +140,7 @@ class Session:
 
     def detach(self) -> None:
         """Lets the session go on without this client; `attach` finds it again."""
-        self._is_closed = True
+        self._is_closed = self._is_detached = True
         self._client.result().close()
 
     def __enter__(self) -> Self:
@@ -239,7 +239,12 @@ class Session:
         one.
         """
         if self._is_closed:
-            return {"state": "closed", "step": self._reader_step(), "runs": [], "workers": []}
+            return {
+                "state": "detached" if self._is_detached else "closed",
+                "step": self._reader_step(),
+                "runs": [],
+                "workers": [],
+            }
         if not self._client.done():
             return {"state": "starting", "step": 0, "runs": [], "workers": []}
         return dict(self.call("status", timeout_s=30.0))
@@ -257,6 +262,10 @@ class Session:
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """Asks the controller; waits for the session to start first."""
+        if self._is_detached:
+            raise StateError(
+                f"session {self.name}: was detached; join it again with attach({self.name!r})"
+            )
         if self._is_closed:
             raise StateError(
                 f"session {self.name}: is closed; go on with "
@@ -300,11 +309,17 @@ class Session:
         with Reader(self.folder) as reader:
             return int(reader.latest()[0])
 
+    def _status_or_gone(self) -> dict[str, Any]:
+        try:
+            return self.status()
+        except LabError as error:
+            return {"state": "gone", "step": self._reader_step(), "note": str(error).split("\n")[0]}
+
     def __repr__(self) -> str:
-        return f"Session({self.name!r}, {self.status()['state']})"
+        return f"Session({self.name!r}, {self._status_or_gone()['state']})"
 
     def _repr_html_(self) -> str:
-        return session_html(self.name, self.config, self.status())
+        return session_html(self.name, self.config, self._status_or_gone())
 
 
 def _stem(config: LabConfig) -> str:

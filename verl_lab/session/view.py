@@ -19,6 +19,8 @@ def session_html(name: str, config: LabConfig, status: dict[str, Any]) -> str:
         f"<b>{escape(name)}</b> · {escape(status['state'])}{escape(stage)} · "
         f"step {step}/{total} <progress value='{step}' max='{total}'></progress>"
     )
+    if "note" in status:
+        head += f"<br>{escape(status['note'])}"
     last = status.get("last") or {}
     metrics = " · ".join(f"{escape(k)} {last[k]:.4g}" for k in SHOWN if k in last)
     rows = "".join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class TrainerService:
 
     def update(self, batch: Batch, settings: dict[str, Any]) -> tuple[Batch, dict[str, float]]:
         """See `TrainerEngine.update`; `settings` holds the fields of `UpdateSettings`."""
-        return self._engine.update(batch, UpdateSettings(**settings), self._report)
+        batch, metrics = self._engine.update(batch, UpdateSettings(**settings), self._report)
+        return batch, {**metrics, "memory/peak_bytes": float(_peak_bytes())}
 
     def publish(self, folder: str | Path, version: int) -> dict[str, Any]:
         """See `TrainerEngine.publish`."""
@@ -78,6 +80,13 @@ class TrainerService:
         if torch.cuda.is_available():
             held["device_bytes"] = torch.cuda.memory_reserved()
         return held
+
+
+def _peak_bytes() -> int:
+    """The most memory this process has held: of its GPU, or on a CPU of the machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _load(config: ModelConfig, device: str, dtype: torch.dtype) -> nn.Module:
