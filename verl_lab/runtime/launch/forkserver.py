@@ -25,6 +25,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 WARM = (
@@ -91,6 +92,7 @@ def _fork(request: dict[str, Any], inherited: list[socket.socket]) -> int:
             sock.close()
         os.setsid()
         redirect(request["log"])
+        Path("/proc/self/comm").write_text(Path(request["log"]).stem[:15])  # as `top` shows it
         module, _, function = request["target"].partition(":")
         status = getattr(importlib.import_module(module), function)(request["spec"]) or 0
     except SystemExit as exit_:
