@@ -1,4 +1,5 @@
-"""The order of things, with a recorder in place of the lab: the expected order is the documentation."""
+"""The order of things, with a recorder in place of the lab: the expected order is the
+documentation."""
 
 import asyncio
 

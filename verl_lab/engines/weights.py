@@ -48,6 +48,8 @@ def publish(
     """
     folder.mkdir(mode=0o700, parents=True)
     held = {name: _cast(tensor, dtype) for name, tensor in tensors}
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    _check_room(folder, num_bytes)
     file = f"rank{rank}.safetensors"
     save_file(held, folder / file)
     index: dict[str, Any] = {
@@ -65,7 +67,6 @@ def publish(
     draft = folder / f".{INDEX}"
     draft.write_text(json.dumps(index))
     draft.rename(folder / INDEX)
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     return {"version": version, "bytes": num_bytes, "hash": _combined(index["tensors"])}
 
 
@@ -165,6 +166,16 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     return tensor.contiguous()
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise StateError(
+            f"weights: {folder.parent} has room for {free / 2**20:,.0f} MiB, they need "
+            f"{num_bytes / 2**20:,.0f}; enlarge the shared memory (docker: --shm-size), or set "
+            f"VERL_LAB_MEMORY_DIR to a folder on a disk"
+        )
 
 
 def _check_names(mine: dict[str, Tensor], published: dict[str, Any], folder: Path) -> None:

@@ -3,8 +3,8 @@
 `/tmp/verl-lab-<uid>/<session>/` (mode 0700; `VERL_LAB_RUNTIME_DIR` moves it) holds `session.json`,
 the sockets `rpc` and `lease`, and one socket a worker. Paths are short because a socket's may have
 107 bytes. Weights and large messages lie in `/dev/shm/verl-lab-<uid>/<session>/`, or beside the
-sockets where there is no shared memory. A process is known by its pid and its start time, so a
-reused pid is no match.
+sockets where there is no shared memory (`VERL_LAB_MEMORY_DIR` moves them). A process is known by
+its pid and its start time, so a reused pid is no match.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from verl_lab.errors import StateError
 
 LONGEST_SOCKET_PATH = 107
+INFO = "session.json"
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ def start_ticks(pid: int) -> int | None:
 
 def root() -> Path:
     """This user's runtime folder, made if missing."""
-    path = Path(os.environ.get("VERL_LAB_RUNTIME_DIR") or f"/tmp/verl-lab-{os.getuid()}")
-    return _private(path)
+    return _private(_root_path())
 
 
 def session_folder(session_id: str) -> Path:
@@ -75,27 +75,21 @@ def fork_server_log(pid: int) -> Path:
 
 
 def memory_folder(session_id: str) -> Path:
-    """Where one session keeps weights and large messages: shared memory, if there is any."""
-    shm = Path("/dev/shm")
-    if shm.is_dir() and os.access(shm, os.W_OK):
-        return _private(_private(shm / f"verl-lab-{os.getuid()}") / session_id)
-    return _private(session_folder(session_id) / "memory")
+    """Where one session keeps weights and large messages, made if missing."""
+    return _private(_private(_memory_root()) / session_id)
 
 
 def write_info(info: SessionInfo) -> None:
     """Announces a session; the file appears whole or not at all."""
-    folder = session_folder(info.id)
-    draft = folder / ".session.json"
-    draft.write_text(json.dumps(asdict(info)))
-    draft.rename(folder / "session.json")
+    for folder in (memory_folder(info.id), session_folder(info.id)):
+        draft = folder / ".session.json"
+        draft.write_text(json.dumps(asdict(info)))
+        draft.rename(folder / INFO)
 
 
 def read_info(session_id: str) -> SessionInfo | None:
     """What a session announced; None while it has not, or when it is gone."""
-    try:
-        return SessionInfo(**json.loads((root() / session_id / "session.json").read_text()))
-    except (OSError, ValueError):
-        return None
+    return _info_in(_root_path() / session_id)
 
 
 def sessions() -> Iterator[SessionInfo]:
@@ -104,19 +98,49 @@ def sessions() -> Iterator[SessionInfo]:
     for folder in root().iterdir():
         if folder.suffix == ".log" and start_ticks(int(folder.stem.rpartition("-")[2])) is None:
             folder.unlink(missing_ok=True)  # of the fork server of a process that is gone
-            continue
-        info = read_info(folder.name)
+        info = _info_in(folder)
         if info is not None and info.is_alive:
             found.append(info)
-        elif info is not None or _age_s(folder) > 3600:
-            remove(folder.name)
+    for place in (_root_path(), _memory_root()):
+        for folder in place.glob("*/"):
+            if _is_left_over(folder):
+                shutil.rmtree(folder, ignore_errors=True)
     yield from sorted(found, key=lambda info: info.created)
 
 
 def remove(session_id: str) -> None:
     """Removes all that a session had outside its run folder."""
-    shutil.rmtree(Path(f"/dev/shm/verl-lab-{os.getuid()}") / session_id, ignore_errors=True)
-    shutil.rmtree(root() / session_id, ignore_errors=True)
+    for place in (_memory_root(), _root_path()):
+        shutil.rmtree(place / session_id, ignore_errors=True)
+
+
+def _root_path() -> Path:
+    return Path(os.environ.get("VERL_LAB_RUNTIME_DIR") or f"/tmp/verl-lab-{os.getuid()}")
+
+
+def _memory_root() -> Path:
+    """In shared memory, if there is any; `VERL_LAB_MEMORY_DIR` moves it, to a disk for example."""
+    shm = Path("/dev/shm")
+    if given := os.environ.get("VERL_LAB_MEMORY_DIR"):
+        return Path(given)
+    if shm.is_dir() and os.access(shm, os.W_OK):
+        return shm / f"verl-lab-{os.getuid()}"
+    return _root_path() / "memory"
+
+
+def _info_in(folder: Path) -> SessionInfo | None:
+    try:
+        return SessionInfo(**json.loads((folder / INFO).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _is_left_over(folder: Path) -> bool:
+    """Whether a folder belongs to a session that is dead, or has belonged to none for an hour."""
+    info = _info_in(folder)
+    if info is not None:
+        return not info.is_alive
+    return folder.name != "memory" and _age_s(folder) > 3600
 
 
 def _age_s(path: Path) -> float:
