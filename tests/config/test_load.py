@@ -110,6 +110,13 @@ def test_sizes_that_do_not_divide_name_both_keys_and_what_would_do():
         load_config({**MODEL, "trainer": {"updates_per_step": 3}})
 
 
+def test_sizes_are_checked_also_where_another_key_is_wrong():
+    with pytest.raises(ConfigError) as e:
+        load_config({**MODEL, "trainer": {"train_batch_size": 30}, "rollout": {"temp": 1}})
+    assert "rollout.temp: no such key" in str(e.value)
+    assert "trainer.train_batch_size=30 is no multiple" in str(e.value)
+
+
 def test_prompts_come_from_one_place_only():
     with pytest.raises(ConfigError, match=r"task and data\.path: prompts come from one place"):
         load_config({**TASK, "data": {"path": "x.jsonl"}})

@@ -3,7 +3,6 @@ the fix."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,9 +56,7 @@ def load_config(
         config = LabConfig.model_validate(tree)
     except ValidationError as error:
         problems += _problems(error)
-        config_less = _without(tree, [problem["loc"] for problem in error.errors()])
-        with contextlib.suppress(ValidationError):
-            problems += _cross_problems(LabConfig.model_validate(config_less))
+        problems += _problems_of_the_rest(tree, error)
     else:
         problems += _cross_problems(config)
     if problems or config is None:
@@ -172,6 +169,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+
+
+def _problems_of_the_rest(tree: Mapping[str, Any], error: ValidationError) -> list[str]:
+    """What else is wrong, between keys that are sound themselves."""
+    rest = _without(tree, [problem["loc"] for problem in error.errors()])
+    try:
+        return list(_cross_problems(LabConfig.model_validate(rest)))
+    except ValidationError as again:
+        between = [problem for problem in again.errors() if not problem["loc"]]
+        return [problem["msg"].removeprefix("Value error, ") for problem in between]
 
 
 def _without(tree: Mapping[str, Any], places: list[tuple[Any, ...]]) -> dict[str, Any]:
