@@ -247,6 +247,8 @@ def test_a_kl_term_starts_at_zero_and_grows(open_session):
 def test_a_session_that_cannot_start_says_why_at_once_or_when_asked(open_session, tmp_path):
     with pytest.raises(ConfigError, match=r"rollout\.temprature: no such key; did you mean"):
         open_session("rollout.temprature=1")
+    with pytest.raises(ConfigError, match=r"task\.max_digit: .* did you mean task\.max_digits"):
+        open_session("task.max_digit=1")
     with pytest.raises(ConfigError, match=r"cpu:900 does not exist here"):
         open_session("trainer.device_map=cpu:900")
     session = open_session(f"model.name_or_path={tmp_path / 'nothing'}")

@@ -10,6 +10,7 @@ import typer
 from verl_lab.cli.terminal import print_line
 from verl_lab.config.load import load_config, start_problems
 from verl_lab.config.plan import plan
+from verl_lab.data.tasks import task_problems
 from verl_lab.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ def check(
     Example: verl-lab check --config configs/quickstart.yaml rollout.group_size=16
     """
     settings = load_config(config, overrides or [])
-    problems = start_problems(settings)
+    problems = [*start_problems(settings), *task_problems(settings.task, is_deep=True)]
     if problems:
         raise ConfigError("\n".join([f"{config}: cannot start:", *(f"  {p}" for p in problems)]))
     print_line(plan(settings).describe())

@@ -42,6 +42,22 @@ def make_task(config: TaskConfig) -> Task:
     return ReasoningGym(config)
 
 
+def task_problems(config: TaskConfig | None, *, is_deep: bool) -> list[str]:
+    """What is wrong with a task's name and options.
+
+    Args:
+        config: the task, if there is one.
+        is_deep: also ask reasoning-gym, whose import takes seconds.
+    """
+    if config is None or not (is_deep or config.name in OWN):
+        return []
+    try:
+        make_task(config)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 class ReasoningGym:
     """A dataset of reasoning-gym, with its own verifier (github.com/open-thought/reasoning-gym).
 

@@ -15,6 +15,7 @@ from verl_lab.batch.columns import Batch
 from verl_lab.config.devices import resolve_devices
 from verl_lab.config.load import load_config, start_problems
 from verl_lab.config.schema import LabConfig
+from verl_lab.data.tasks import task_problems
 from verl_lab.errors import ConfigError, DeadlineError, LabError, StateError, WorkerError
 from verl_lab.runtime import folder as runtime
 from verl_lab.session import launch
@@ -77,6 +78,7 @@ class Session:
         self.config: LabConfig = load_config(config, overrides)
         self._parts, self._functions = as_parts(reward)
         problems = start_problems(self.config, has_reward=reward is not None)
+        problems += task_problems(self.config.task, is_deep=False)
         if problems:
             raise ConfigError("the session cannot start:\n" + "\n".join(f"  {p}" for p in problems))
         if keep_alive_s is None:
