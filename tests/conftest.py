@@ -19,3 +19,22 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+
+
+@pytest.fixture
+def small_config():
+    """A config that trains the shipped policy for a few quick steps."""
+    return {
+        "steps": 4,
+        "model": {"name_or_path": "package://verl_lab/models/tiny_policy"},
+        "task": {"name": "add_compare"},
+        "rollout": {
+            "rollout_batch_size": 16,
+            "group_size": 4,
+            "max_new_tokens": 8,
+            "device_map": "cpu:0",
+        },
+        "trainer": {"train_batch_size": 16, "learning_rate": 1e-4, "device_map": "cpu:0"},
+        "eval": {"every_steps": 2, "num_prompts": 16},
+        "checkpoint": {"every_steps": 2},
+    }

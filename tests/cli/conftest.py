@@ -7,23 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-SMALL = {
-    "steps": 4,
-    "model": {"name_or_path": "package://verl_lab/models/tiny_policy"},
-    "task": {"name": "add_compare"},
-    "rollout": {
-        "rollout_batch_size": 16, "group_size": 4, "max_new_tokens": 8, "device_map": "cpu:0",
-    },
-    "trainer": {"train_batch_size": 16, "learning_rate": 1e-4, "device_map": "cpu:0"},
-    "eval": {"every_steps": 2, "num_prompts": 16},
-    "checkpoint": {"every_steps": 2},
-}  # fmt: skip
-
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(small_config, tmp_path):
     """A folder with `small.yaml`, in which the commands run."""
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(small_config))
     return tmp_path
 
 

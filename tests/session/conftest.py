@@ -11,18 +11,6 @@ import yaml
 from verl_lab.runtime import folder
 from verl_lab.session.session import Session
 
-SMALL = {
-    "steps": 4,
-    "model": {"name_or_path": "package://verl_lab/models/tiny_policy"},
-    "task": {"name": "add_compare"},
-    "rollout": {
-        "rollout_batch_size": 16, "group_size": 4, "max_new_tokens": 8, "device_map": "cpu:0",
-    },
-    "trainer": {"train_batch_size": 16, "learning_rate": 1e-4, "device_map": "cpu:0"},
-    "eval": {"every_steps": 2, "num_prompts": 16},
-    "checkpoint": {"every_steps": 2},
-}  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def runtime_folder(monkeypatch):
@@ -34,8 +22,8 @@ def runtime_folder(monkeypatch):
 
 
 @pytest.fixture
-def config(tmp_path):
-    return {**SMALL, "runs_dir": str(tmp_path / "runs")}
+def config(small_config, tmp_path):
+    return {**small_config, "runs_dir": str(tmp_path / "runs")}
 
 
 @pytest.fixture

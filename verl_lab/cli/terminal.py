@@ -18,7 +18,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints rows of text: a table on a terminal, tab-separated lines under a head in a pipe."""
     if not OUT.is_terminal:
         for row in (columns, *rows):
-            print_line("\t".join(cell.replace("\n", " ") for cell in row))
+            OUT.file.write("\t".join(cell.replace("\n", " ") for cell in row) + "\n")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
