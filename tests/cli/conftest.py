@@ -1,4 +1,6 @@
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,8 @@ def environment():
     """A runtime folder of the test's own, so that `ps` shows what the test started and no more."""
     with tempfile.TemporaryDirectory(prefix="vl-") as path:
         yield {**os.environ, "VERL_LAB_RUNTIME_DIR": path}
+        for info in Path(path).glob("*/session.json"):  # of a test that failed
+            os.kill(json.loads(info.read_text())["pid"], signal.SIGKILL)
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@ import msgpack
 import pytest
 
 from verl_lab.batch.columns import Batch
+from verl_lab.config.schema import LabConfig
 from verl_lab.engines.rollout.service import RolloutService
 from verl_lab.engines.weights import distinct_tensors, publish
 from verl_lab.errors import ConfigError
+from verl_lab.models.load import load_tokenizer
 
 SAMPLING = {"max_new_tokens": 10, "group_size": 2, "temperature": 0.9, "seed": 3}
 
@@ -48,3 +50,20 @@ def test_it_counts_its_memory(service):
 def test_sampling_is_checked_where_it_arrives(service, prompts):
     with pytest.raises(ConfigError, match=r"rollout.top_p: is 2"):
         service.generate(prompts, {**SAMPLING, "top_p": 2}, step=1, slots=5)
+
+
+def test_the_shipped_policy_is_sampled_alike_whatever_the_slots():
+    config = {"model": {"name_or_path": "package://verl_lab/models/tiny_policy"}}
+    service = RolloutService(config, rank=0, device="cpu", report=lambda progress: None)
+    tokenizer = load_tokenizer(LabConfig.model_validate(config).model)
+    prompts = Batch.from_dict(
+        {
+            "group_id": [1, 2],
+            "prompt_ids": [tokenizer(text)["input_ids"] for text in ("5+7=", "12+30=")],
+        }
+    )
+    options = {"max_new_tokens": 24, "group_size": 16, "temperature": 1.5}
+    batches = [service.generate(prompts, options, step=1, slots=slots) for slots in (1, 7, 32)]
+    assert len(set(batches[0]["response"])) > 4
+    assert "stop" in batches[0]["finish_reason"]
+    assert all(batch.table.equals(batches[0].table) for batch in batches[1:])

@@ -43,7 +43,9 @@ class ForkServer:
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         # OpenMP threads that spin for long beside a busy core make small operations ten times
         # slower.
-        environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "PYTHONPATH": path}
+        # MKL else adds up in another order when a matrix has other rows beside it.
+        defaults = {"GOMP_SPINCOUNT": "1000", "MKL_CBWR": "AUTO,STRICT"}
+        environment = {**defaults, **os.environ, "PYTHONPATH": path}
         with theirs, log.open("ab") as output:
             process = subprocess.Popen(
                 command,
