@@ -76,6 +76,20 @@ def test_a_kill_is_named_by_its_signal(run_with_workers):
     run_with_workers(scenario)
 
 
+def test_a_call_to_a_worker_that_has_just_died_unnoticed_fails_too(run_with_workers):
+    async def scenario(supervisor):
+        peer = await echo(supervisor)
+        os.kill(peer.pid, signal.SIGKILL)
+        while start_ticks(peer.pid) is not None:  # without giving the event loop a turn
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert peer.is_alive, "nobody has noticed yet"
+        with pytest.raises(WorkerError, match=r"signal 9 \(SIGKILL\) during `say`"):
+            await asyncio.wait_for(peer.call("say", 1, deadline_s=30), 2)
+
+    run_with_workers(scenario)
+
+
 def test_silence_beyond_the_deadline_is_an_error_and_the_late_answer_is_dropped(run_with_workers):
     async def scenario(supervisor):
         peer = await echo(supervisor)

@@ -7,12 +7,12 @@ normalisers: those of the whole update.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from verl_lab.errors import ShapeError
+from verl_lab.algos.arguments import require_choice, require_flat
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
@@ -26,6 +26,7 @@ def normalisers(loss_mask: Tensor, sample_index: Tensor) -> tuple[int, int]:
         loss_mask: [T] bool.
         sample_index: [T] int64, the sample of each token.
     """
+    require_flat(loss_mask=loss_mask, sample_index=sample_index)
     return int(loss_mask.sum()), int(torch.unique(sample_index[loss_mask]).numel())
 
 
@@ -57,11 +58,8 @@ def token_weights(
     Returns:
         [T] float64, 0 where masked.
     """
-    if loss_mask.shape != sample_index.shape:
-        raise ShapeError(
-            f"loss_mask and sample_index must be [T], got {tuple(loss_mask.shape)} and "
-            f"{tuple(sample_index.shape)}"
-        )
+    require_flat(loss_mask=loss_mask, sample_index=sample_index)
+    require_choice("mode", mode, get_args(Aggregation))
     mask = loss_mask.double()
     if mode == "token-mean":
         return mask / max(num_tokens, 1)

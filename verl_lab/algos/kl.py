@@ -3,12 +3,16 @@ joschu.net/blog/kl-approx.html)."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
+from verl_lab.algos.arguments import require_choice, require_flat
+
 Estimator = Literal["k1", "k2", "k3", "straight_through"]
 MAX_LOG_RATIO = 20.0
+"""Keeps the exponential finite in float32 whatever the policies are."""
+
 MAX_KL = 10.0
 
 
@@ -22,20 +26,25 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
     - `straight_through`: the value of k3 with the gradient of k2
 
     Args:
-        logprobs: any shape; gets a gradient.
-        ref_logprobs: the same shape.
+        logprobs: [T]; the only input that gets a gradient. There is no mask here: put 0 where
+            nothing trains, in both, and the estimate is 0.
+        ref_logprobs: [T].
         estimator: one of the above.
 
     Returns:
-        The same shape; d is clamped to ±20 and the estimate to ±10.
+        [T]; d is clamped to ±20 and the estimate to ±10, where the gradient stops.
+        `straight_through` keeps its gradient up to the first bound.
     """
+    require_flat(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    require_choice("estimator", estimator, get_args(Estimator))
     d = (logprobs - ref_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
         value = d
     elif estimator == "k2":
         value = d.square() / 2
     else:
-        value = (-d).exp() + d - 1
+        # Not exp(-d) + d - 1: near 0 float32 loses it all, and makes it negative.
+        value = (-d).expm1() + d
     value = value.clamp(-MAX_KL, MAX_KL)
     if estimator == "straight_through":
         k2 = d.square() / 2

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from verl_lab.errors import ShapeError
+
 
 def token_logprobs(
     logits: Tensor, ids: Tensor, temperature: float, *, with_entropy: bool = True
@@ -29,6 +31,7 @@ def token_logprobs(
     Returns:
         Two [N] tensors. The entropy, in nats, has no gradient.
     """
+    _require_a_row_each(ids, logits=logits)
     scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     normaliser = scaled.logsumexp(-1)
     logprobs = scaled.gather(-1, ids[:, None])[:, 0] - normaliser
@@ -63,6 +66,7 @@ def chunked_logprobs(
     Returns:
         Two [N] tensors: log-probabilities and entropy.
     """
+    _require_a_row_each(ids, hidden=hidden)
 
     def of_chunk(part: Tensor, part_ids: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(head(part), part_ids, temperature, with_entropy=with_entropy)
@@ -77,3 +81,13 @@ def chunked_logprobs(
     ]
     logprobs, entropy = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
+
+
+def _require_a_row_each(ids: Tensor, **rows: Tensor) -> None:
+    """One id would otherwise be broadcast over all rows."""
+    ((name, tensor),) = rows.items()
+    if tensor.ndim != 2 or ids.shape != tensor.shape[:1]:
+        raise ShapeError(
+            f"{name}, ids: must have one row and one id a token, got {name} "
+            f"{tuple(tensor.shape)}, ids {tuple(ids.shape)}; flatten or index them alike"
+        )

@@ -10,10 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_lab.errors import ShapeError
-
-MAX_LOG_RATIO = 20.0
-"""Keeps the exponential finite in float32 whatever the policies are."""
+from verl_lab.algos.arguments import require_flat
+from verl_lab.algos.kl import MAX_LOG_RATIO
 
 
 def ppo_policy_loss(
@@ -50,13 +48,13 @@ def ppo_policy_loss(
         of KL(old || new), joschu.net/blog/kl-approx.html) and `ratio_max`, the largest of r and
         1/r.
     """
-    shapes = {t.shape for t in (logprobs, old_logprobs, advantages, loss_mask, weights)}
-    if len(shapes) > 1 or logprobs.ndim != 1:
-        raise ShapeError(
-            "logprobs, old_logprobs, advantages, loss_mask and weights must all be [T], got "
-            f"{tuple(logprobs.shape)}, {tuple(old_logprobs.shape)}, {tuple(advantages.shape)}, "
-            f"{tuple(loss_mask.shape)}, {tuple(weights.shape)}"
-        )
+    require_flat(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        weights=weights,
+    )
     # Mask before exp(): a nan in a discarded branch would still reach the gradient.
     difference = torch.where(loss_mask, logprobs, 0.0) - torch.where(
         loss_mask, old_logprobs.detach(), 0.0
@@ -70,8 +68,9 @@ def ppo_policy_loss(
     with torch.no_grad():
         stopped = (clipped * adv < ratio * adv) & loss_mask
         metrics = {
-            "clip_fraction": stopped.sum() / num_tokens,
-            "approx_kl": (ratio - 1 - log_ratio).sum() / num_tokens,  # 0 where masked
+            "clip_fraction": stopped.sum() / max(num_tokens, 1),
+            # 0 where masked; ratio - 1 would lose the small differences that it is about.
+            "approx_kl": (log_ratio.expm1() - log_ratio).sum() / max(num_tokens, 1),
             "ratio_max": log_ratio.abs().amax().exp() if log_ratio.numel() else ratio.new_ones(()),
         }
     return loss, metrics

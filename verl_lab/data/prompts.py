@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from verl_lab.batch.columns import Batch
-from verl_lab.config.schema import LabConfig
+from verl_lab.config.schema import LabConfig, TaskConfig
 from verl_lab.data.chat import render, wants_chat
-from verl_lab.data.sources import Row, read_rows, with_prompt
+from verl_lab.data.sources import MESSAGES, Row, read_rows, with_prompt
 from verl_lab.data.tasks import make_task
-from verl_lab.errors import DataError
+from verl_lab.errors import DataError, ShapeError
 
 HELDOUT_PART = 5
-"""At most one in so many rows of a dataset is held out."""
+"""At most one in so many prompts of a dataset is held out."""
 
 
 class PromptSource:
@@ -103,37 +103,26 @@ def load_prompts(config: LabConfig, tokenizer: Any) -> PromptSet:
     Raises:
         DataError: there are none, or they cannot be read.
     """
-    train, heldout = _rows(config)
-    batches, num_too_long = [], 0
-    for rows in (train, heldout):
-        batch, left_out = _tokenised(rows, config, tokenizer)
-        batches.append(batch)
-        num_too_long += left_out
-    if not len(batches[0]):
+    to_train, to_hold_out = _rows(config)
+    train, train_too_long = _tokenised(to_train, config, tokenizer)
+    heldout, heldout_too_long = _tokenised(to_hold_out, config, tokenizer)
+    if not len(train):
         raise DataError(
-            f"data.max_prompt_tokens: all {num_too_long} prompts are longer than "
+            f"data.max_prompt_tokens: all {train_too_long} prompts are longer than "
             f"{config.data.max_prompt_tokens}; raise it"
         )
-    source = PromptSource(batches[0], seed=config.seed, shuffle=config.data.shuffle)
-    held = batches[1].with_columns({"group_id": np.arange(len(batches[1]))})
-    return PromptSet(source, held, num_too_long)
+    source = PromptSource(train, seed=config.seed, shuffle=config.data.shuffle)
+    heldout = heldout.with_columns({"group_id": np.arange(len(heldout))})
+    return PromptSet(source, heldout, train_too_long + heldout_too_long)
 
 
 def _rows(config: LabConfig) -> tuple[list[Row], list[Row]]:
     data = config.data
     if config.task is not None:
-        task = make_task(config.task)
-        heldout: list[Row] = list(task.problems("heldout", data.heldout_size, config.seed))
-        known = {row["prompt"] for row in heldout}
-        train = [
-            r for r in task.problems("train", task.size, config.seed) if r["prompt"] not in known
-        ]
-        return list(train), heldout
+        return _from_task(config.task, data.heldout_size, config.seed)
     if data.prompts is not None:
-        rows, key = (
-            with_prompt([{data.prompt_column: p} for p in data.prompts], data, "data.prompts"),
-            "",
-        )
+        given = [{data.prompt_column: prompt} for prompt in data.prompts]
+        rows = with_prompt(given, data, "data.prompts")
     elif data.path is not None:
         rows = with_prompt(read_rows(Path(data.path), "data.path"), data, "data.path")
     else:
@@ -141,12 +130,35 @@ def _rows(config: LabConfig) -> tuple[list[Row], list[Row]]:
     if data.heldout_path is not None:
         key = "data.heldout_path"
         return rows, with_prompt(read_rows(Path(data.heldout_path), key), data, key)
-    order = np.random.default_rng([abs(config.seed), 1]).permutation(len(rows))
-    count = min(data.heldout_size, len(rows) // HELDOUT_PART)
-    apart = set(order[:count].tolist())
+    return _split(rows, data.heldout_size, config.seed)
+
+
+def _from_task(config: TaskConfig, heldout_size: int, seed: int) -> tuple[list[Row], list[Row]]:
+    task = make_task(config)
+    heldout = [dict(row) for row in task.problems("heldout", heldout_size, seed)]
+    known = {row["prompt"] for row in heldout}
+    train = [
+        dict(row) for row in task.problems("train", task.size, seed) if row["prompt"] not in known
+    ]
+    if not train:
+        raise DataError(
+            f"task.size: the {len(known)} held-out problems of {config.name} are all that its "
+            f"{task.size} training problems hold; raise task.size, lower data.heldout_size, or "
+            f"give the task options with more variety"
+        )
+    return train, heldout
+
+
+def _split(rows: list[Row], heldout_size: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Sets prompts aside, each with all of its rows: a prompt may be in the data twice."""
+    texts = [json.dumps(row["prompt"]) for row in rows]
+    distinct = list(dict.fromkeys(texts))
+    order = np.random.default_rng([abs(seed), 1]).permutation(len(distinct))
+    count = min(heldout_size, len(distinct) // HELDOUT_PART)
+    apart = {distinct[i] for i in order[:count]}
     return (
-        [row for i, row in enumerate(rows) if i not in apart],
-        [rows[i] for i in sorted(apart)],
+        [row for row, text in zip(rows, texts, strict=True) if text not in apart],
+        [row for row, text in zip(rows, texts, strict=True) if text in apart],
     )
 
 
@@ -162,14 +174,32 @@ def _tokenised(rows: list[Row], config: LabConfig, tokenizer: Any) -> tuple[Batc
         if len(tokens) <= data.max_prompt_tokens:
             kept.append(row)
             ids.append(tokens)
+    kept = [_with_text(row, tokens, tokenizer) for row, tokens in zip(kept, ids, strict=True)]
     names = list(dict.fromkeys(name for row in kept for name in row)) or ["prompt"]
     columns: dict[str, Any] = {name: [_plain(row.get(name)) for row in kept] for name in names}
-    return Batch.from_dict({**columns, "prompt_ids": ids}), len(rows) - len(kept)
+    try:
+        return Batch.from_dict({**columns, "prompt_ids": ids}), len(rows) - len(kept)
+    except ShapeError as error:
+        raise DataError(
+            f"data: the column {error}; give its values one type, or leave it out"
+        ) from error
+
+
+def _with_text(row: Row, tokens: list[int], tokenizer: Any) -> Row:
+    """The row with a text as its prompt; that of chat messages is what the policy reads."""
+    if isinstance(row["prompt"], str):
+        return row
+    messages = json.dumps(row["prompt"], ensure_ascii=False)
+    return {**row, "prompt": tokenizer.decode(tokens), MESSAGES: messages}
 
 
 def _plain(value: Any) -> Any:
-    """A value as a column can hold it; chat messages and other nested data as JSON."""
-    return json.dumps(value) if isinstance(value, list | dict) else value
+    """A value as a column can hold it: a list stays one, and what has dicts becomes JSON."""
+    return json.dumps(value, ensure_ascii=False, default=str) if _has_dicts(value) else value
+
+
+def _has_dicts(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_dicts, value)))
 
 
 def _fingerprint(rows: Batch) -> str:

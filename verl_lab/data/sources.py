@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_lab.batch.columns import COLUMNS
 from verl_lab.config.schema import DataConfig
 from verl_lab.errors import DataError
 
 Row = dict[str, Any]
+MESSAGES = "prompt_messages"
+"""The column that keeps a prompt's chat messages, as JSON, where a prompt was given as such."""
 
 
 def read_rows(path: Path, key: str) -> list[Row]:
@@ -31,7 +35,7 @@ def read_rows(path: Path, key: str) -> list[Row]:
     if path.suffix in (".jsonl", ".json"):
         return _from_jsonl(path, key)
     if path.suffix == ".parquet":
-        return pq.read_table(path).to_pylist()  # type: ignore[no-any-return]
+        return _from_parquet(path, key)
     raise DataError(f"{key}: {path} is no .jsonl, no .parquet and no dataset folder")
 
 
@@ -39,7 +43,8 @@ def with_prompt(rows: list[Row], config: DataConfig, key: str) -> list[Row]:
     """The rows with their prompt under `prompt`, whatever its column was called.
 
     Raises:
-        DataError: a row has no prompt; says which columns there are.
+        DataError: a row has no prompt; says which columns there are. Or a column has a name that
+            the lab would write over.
     """
     column = config.prompt_column
     for number, row in enumerate(rows):
@@ -51,14 +56,50 @@ def with_prompt(rows: list[Row], config: DataConfig, key: str) -> list[Row]:
             )
     if not rows:
         raise DataError(f"{key}: has no rows; give at least one prompt")
+    taken = _columns_of(rows, column) & {*COLUMNS, MESSAGES, "task_entry"}
+    taken |= {name for name in _columns_of(rows, column) if name.startswith("reward/")}
+    if taken:
+        raise DataError(
+            f"{key}: the lab has columns of its own called {', '.join(sorted(taken))}; rename "
+            f"those of the data, or leave them out"
+        )
     return [
-        {**{k: v for k, v in row.items() if k != column}, "prompt": row[column]} for row in rows
+        {
+            **{k: v for k, v in row.items() if k != column},
+            "prompt": _prompt(row[column], f"row {number} of {key}"),
+        }
+        for number, row in enumerate(rows)
     ]
+
+
+def _columns_of(rows: list[Row], prompt_column: str) -> set[str]:
+    return {name for row in rows for name in row} - {prompt_column}
+
+
+def _prompt(given: Any, place: str) -> Any:
+    """A text as it is, or chat messages without the empty keys that table files give them."""
+    if isinstance(given, str):
+        return given
+    for message in given:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(
+                f"data.prompt_column: {place} has the chat message {message!r}; a message has a "
+                f"`role` and a `content`"
+            )
+    return [{k: v for k, v in message.items() if v is not None} for message in given]
+
+
+def _from_parquet(path: Path, key: str) -> list[Row]:
+    try:
+        return pq.read_table(path).to_pylist()  # type: ignore[no-any-return]
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{key}: {path} cannot be read as Parquet ({error})") from error
 
 
 def _from_jsonl(path: Path, key: str) -> list[Row]:
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    # Split at line feeds alone: a JSON text may hold U+2028 and other separators as they are.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

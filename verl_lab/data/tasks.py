@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from verl_lab.config.schema import TaskConfig
 from verl_lab.data.arithmetic import AddCompare
+from verl_lab.data.entries import decode, encode
 from verl_lab.errors import ConfigError
 
 Split = Literal["train", "heldout"]
@@ -24,7 +26,7 @@ class Task(Protocol):
     def size(self) -> int:
         """Problems to train on."""
 
-    def problems(self, split: Split, size: int, seed: int) -> list[dict[str, str]]:
+    def problems(self, split: Split, size: int, seed: int) -> Sequence[Mapping[str, Any]]:
         """Up to `size` distinct problems: `prompt`, `answer`, and what the verifier needs."""
 
     def score(self, response: str, row: dict[str, Any]) -> float:
@@ -61,7 +63,8 @@ def task_problems(config: TaskConfig | None, *, is_deep: bool) -> list[str]:
 class ReasoningGym:
     """A dataset of reasoning-gym, with its own verifier (github.com/open-thought/reasoning-gym).
 
-    The last `<answer>…</answer>` of a response is what is checked; without one, the whole response.
+    The last `<answer>…</answer>` of a response is what is checked; without one, the whole response
+    without the space around it. `data.system_prompt` can ask for the tags where there is a chat.
     """
 
     DEFAULT_SIZE = 4000
@@ -80,26 +83,33 @@ class ReasoningGym:
         dataset, settings = DATASETS[config.name]
         options = {"size": self.DEFAULT_SIZE, **config.options}
         _check_options({f.name for f in dataclasses.fields(settings)} - {"seed"}, config)
+        self.size = options["size"]
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ConfigError(f"task.size: is {self.size!r}; give a whole number above 0")
         try:
             self._settings = settings(**options)
-            self._settings.validate()
+            self._verifier = dataset(self._settings)  # checks the options, where it has a check
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(f"task: reasoning-gym refuses {options}: {error}") from error
         self._make = dataset
-        self._verifier = dataset(self._settings)
-        self.size = int(options["size"])
 
-    def problems(self, split: Split, size: int, seed: int) -> list[dict[str, str]]:
-        """Distinct problems; the splits have seeds of their own."""
+    def problems(self, split: Split, size: int, seed: int) -> list[dict[str, Any]]:
+        """Distinct problems; each split of each seed has a range of its own.
+
+        The `answer` is None where there are many and reasoning-gym names none.
+        """
+        if not size:
+            return []  # many of its datasets refuse to be empty
         settings = dataclasses.replace(
-            self._settings, seed=2 * seed + (split == "heldout"), size=size
+            self._settings, seed=_first_seed(self.name, split, seed), size=size
         )
-        drawn: dict[str, dict[str, str]] = {}
+        drawn: dict[str, dict[str, Any]] = {}
         for entry in self._make(settings):
+            answer = entry["answer"]
             drawn[entry["question"]] = {
                 "prompt": entry["question"],
-                "answer": str(entry["answer"]),
-                ENTRY: json.dumps(entry, default=str),
+                "answer": None if answer is None else str(answer),
+                ENTRY: encode(entry),
             }
         return list(drawn.values())
 
@@ -109,7 +119,17 @@ class ReasoningGym:
 
         answer = extract_answer(response)
         answer = response.strip() if answer is None else answer
-        return float(self._verifier.score_answer(answer, entry=json.loads(row[ENTRY])))
+        return float(self._verifier.score_answer(answer, entry=decode(row[ENTRY])))
+
+
+def _first_seed(name: str, split: Split, seed: int) -> int:
+    """Where a split's range of seeds begins.
+
+    reasoning-gym makes problem `i` from `seed + i`, so that seeds which are neighbours have almost
+    all problems in common: these lie far apart. It wants them below 2**32.
+    """
+    digest = hashlib.sha256(f"{name}/{split}/{seed}".encode()).digest()
+    return int.from_bytes(digest[:4]) % (2**32 - 2**24)
 
 
 def _with_options(kind: type[AddCompare], config: TaskConfig) -> AddCompare:

@@ -48,6 +48,7 @@ class Peer:
         self._socket.linger = 0
         self._socket.bind(address)
         self._reader = asyncio.create_task(self._read(), name=f"read {name}")
+        self._reader.add_done_callback(self._stopped_reading)
 
     @property
     def is_alive(self) -> bool:
@@ -83,16 +84,18 @@ class Peer:
         number = next(self._numbers)
         self._calls[number] = _Call(method, on_report)
         body = {"method": method, "args": args, "kwargs": kwargs}
-        await self._socket.send_multipart(encode(Message("call", number, body), self._spill))
-        return await self._wait(number, deadline_s)
+        frames = encode(Message("call", number, body), self._spill)
+        # Sending blocks for ever where the other end has just died, so it is not waited for alone.
+        sending = asyncio.ensure_future(self._socket.send_multipart(frames))
+        try:
+            return await self._wait(number, deadline_s)
+        finally:
+            sending.cancel()
 
     def ended(self, status: int) -> None:
         """Takes note of the process's end; every call under way fails now."""
         self.exit_status = status
-        for call in self._calls.values():
-            if not call.result.done():
-                call.result.set_exception(self._death(call.what))
-                call.result.exception()  # so that one nobody waits for does not warn
+        self._fail(lambda call: self._death(call.what))
 
     def close(self) -> None:
         """Frees the socket."""
@@ -129,6 +132,17 @@ class Peer:
                 call.result.set_result(message.body)
             else:
                 call.result.set_exception(rebuild_error(message.body, self.name))
+
+    def _stopped_reading(self, reader: asyncio.Task[None]) -> None:
+        error = None if reader.cancelled() else reader.exception()
+        if error is not None:
+            self._fail(lambda call: WorkerError(self.name, f"sent what cannot be read: {error!r}"))
+
+    def _fail(self, why: Callable[[_Call], WorkerError]) -> None:
+        for call in self._calls.values():
+            if not call.result.done():
+                call.result.set_exception(why(call))
+                call.result.exception()  # so that one nobody waits for does not warn
 
     def _death(self, during: str | None = None) -> WorkerError:
         how = "never started" if self.exit_status is None else describe_exit(self.exit_status)

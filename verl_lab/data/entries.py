@@ -1,0 +1,43 @@
+"""Entries of reasoning-gym as text that gives back the very same entry.
+
+JSON alone turns tuples into lists and number keys into text. A verifier that compares then marks a
+right answer wrong: of `arc_agi`, `rearc` and `graph_color` among others.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+TUPLE = "__tuple__"
+PAIRS = "__pairs__"
+
+
+def encode(entry: Any) -> str:
+    """An entry as JSON, with tuples and dicts of other keys than text marked as such."""
+    return json.dumps(_marked(entry), ensure_ascii=False, default=str)
+
+
+def decode(text: str) -> Any:
+    """The inverse of `encode`."""
+    return json.loads(text, object_hook=_unmarked)
+
+
+def _marked(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {TUPLE: [_marked(item) for item in value]}
+    if isinstance(value, list):
+        return [_marked(item) for item in value]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _marked(item) for key, item in value.items()}
+        return {PAIRS: [[_marked(key), _marked(item)] for key, item in value.items()]}
+    return value
+
+
+def _unmarked(found: dict[str, Any]) -> Any:
+    if found.keys() == {TUPLE}:
+        return tuple(found[TUPLE])
+    if found.keys() == {PAIRS}:
+        return dict(found[PAIRS])
+    return found
