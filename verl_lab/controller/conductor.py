@@ -163,21 +163,21 @@ class Conductor:
 
     async def _train(self, until: int, run: dict[str, Any]) -> None:
         lab, recoveries, reached = self.experiment.lab, 0, -1
+        cause: WorkerError | None = None
         try:
             while run["outcome"] is None:
                 try:
                     async with self._busy:
-                        await self.experiment.prepare()
+                        await self.experiment.prepare(cause)
                     await synchronous(self, until=until)
                     async with self._busy:
                         await self.experiment.round_off()
                     run["outcome"] = "stopped" if lab.step < until else "done"
                 except WorkerError as error:
                     recoveries = recoveries + 1 if lab.step == reached else 1
-                    reached = lab.step
+                    reached, cause = lab.step, error
                     if lab.has_trainer or recoveries > MAX_RECOVERIES:
                         raise
-                    await self.experiment.recover(error)
             self._note(run["outcome"], f"after step {lab.step}")
         except Exception as error:  # carried to whoever waits for the run
             run["error"] = describe_error(error)

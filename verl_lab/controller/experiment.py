@@ -84,10 +84,14 @@ class Experiment:
         """Closes the records."""
         self.history.close()
 
-    async def prepare(self) -> None:
-        """Before the first step of a session: the self-test, and the evaluation to compare with."""
+    async def prepare(self, cause: WorkerError | None = None) -> None:
+        """Before the first step of a session: the self-test, and the evaluation to compare with.
+
+        Where the trainer is gone, of `cause` if that is known, it first takes a new one back.
+        """
         if not self.lab.has_trainer:
-            await self.recover(WorkerError("trainer-0", "was gone before the run began"))
+            gone = WorkerError("trainer-0", "was gone before the run began")
+            await self.recover(cause or gone)
         if self.lab.step == 0 and not self._is_tested:
             self.history.record(0, await self_test(self.lab, self.prompts.train.peek(NUM_PROMPTS)))
             self.lab.metrics.clear()

@@ -63,6 +63,15 @@ class Group:
             )
         )
 
+    async def revive(self, name: str) -> Peer:
+        """A new worker in the place of a dead one, and another if that one dies while it starts."""
+        for _ in range(MAX_RETRIES):
+            try:
+                return await self.supervisor.restart(name)
+            except WorkerError:
+                continue
+        return await self.supervisor.restart(name)
+
 
 class RolloutGroup(Group):
     """Samples responses."""
@@ -145,16 +154,22 @@ class RolloutGroup(Group):
                 is_its_own = peer.is_alive and isinstance(error, WorkerError)
                 if is_its_own or attempt == MAX_RETRIES:
                     raise
-                await self.supervisor.restart(name)
+                await self.revive(name)
                 if self.weights is not None:
                     await self._load(name)
         raise AssertionError("unreachable")
 
     async def _load(self, name: str) -> dict[str, Any]:
-        peer = self.supervisor.peers[name]
-        if not peer.is_alive:
-            peer = await self.supervisor.restart(name)
-        return await peer.call("load_weights", self.weights, deadline_s=SILENCE_S)  # type: ignore[no-any-return]
+        for attempt in range(MAX_RETRIES + 1):
+            peer = self.supervisor.peers[name]
+            if not peer.is_alive:
+                peer = await self.revive(name)
+            try:
+                return await peer.call("load_weights", self.weights, deadline_s=SILENCE_S)  # type: ignore[no-any-return]
+            except WorkerError:
+                if peer.is_alive or attempt == MAX_RETRIES:
+                    raise
+        raise AssertionError("unreachable")
 
 
 class TrainerGroup(Group):
@@ -275,7 +290,7 @@ class RewardGroup(Group):
 
             peer = self.supervisor.peers[name]
             if not peer.is_alive:
-                peer = await self.supervisor.restart(name)
+                peer = await self.revive(name)
             try:
                 with Timed(job.span, peer, "score"):
                     scored, stats = await peer.call(
@@ -288,7 +303,7 @@ class RewardGroup(Group):
             except (WorkerError, DeadlineError) as error:
                 if peer.is_alive and isinstance(error, WorkerError):
                     raise  # the service itself failed, not the user's function
-                await self.supervisor.restart(name)
+                await self.revive(name)
                 row = None if current is None else int(left[current])
                 if isinstance(error, WorkerError) and suspect != (row, "died"):
                     suspect = (row, "died")  # perhaps it was killed from outside: once more

@@ -75,7 +75,7 @@ class Lab:
 
     async def restart_trainer(self) -> None:
         """Replaces a trainer that died by one with the initial weights."""
-        await self.trainer_group.supervisor.restart(self.trainer_group.names[0])
+        await self.trainer_group.revive(self.trainer_group.names[0])
         self._has_reference = False
 
     async def set_rewards(self, parts: dict[str, float], functions: dict[str, bytes]) -> None:
