@@ -1,7 +1,10 @@
+import math
+
 import pytest
 import torch
 
 from verl_lab.algos.kl import kl
+from verl_lab.errors import ConfigError, ShapeError
 
 POLICY = torch.tensor([0.6, 0.3, 0.45, 0.1, 0.6], dtype=torch.float64).log()
 REFERENCE = torch.tensor([0.5, 0.5, 0.5, 0.25, 0.5], dtype=torch.float64).log()
@@ -41,6 +44,70 @@ def test_the_expected_gradient_is_that_of_the_kl_divergence(estimator):
     torch.testing.assert_close(found, expected)
 
 
-def test_policies_that_are_far_apart_stay_finite():
+@pytest.mark.parametrize(
+    ("estimator", "slope"),
+    [
+        ("k1", 1.0),
+        ("k2", 0.5),  # d
+        ("k3", 1 - math.exp(-0.5)),
+        ("straight_through", 0.5),  # that of k2
+    ],
+)
+def test_the_slope_at_half_is_the_one_worked_out_by_hand(estimator, slope):
+    policy = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5], dtype=torch.float64, requires_grad=True)
+    kl(policy, reference, estimator).sum().backward()
+    assert policy.grad.item() == pytest.approx(slope)
+    assert reference.grad is None
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values", "slopes"),
+    [
+        ("k1", [10, -10], [0, 0]),
+        ("k2", [10, 10], [0, 0]),
+        ("k3", [10, 10], [0, 0]),
+        ("straight_through", [10, 10], [15, -15]),  # d, up to 20
+    ],
+)
+def test_policies_that_are_far_apart_are_bounded(estimator, values, slopes):
+    policy = torch.tensor([-1.0, -16.0], requires_grad=True)
+    found = kl(policy, torch.tensor([-16.0, -1.0]), estimator)
+    found.sum().backward()
+    assert found.tolist() == pytest.approx(values)
+    assert policy.grad.tolist() == slopes
+
+
+def test_policies_beyond_the_range_of_floats_stay_finite():
     far = kl(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]), "k3")
     assert far.tolist() == [10.0, 10.0]
+
+
+def test_k3_of_policies_that_almost_agree_is_neither_negative_nor_lost_to_rounding():
+    policy = torch.randn(10_000) - 3
+    reference = policy + 1e-4 * torch.randn(10_000)
+    found, exact = kl(policy, reference, "k3"), kl(policy.double(), reference.double(), "k3")
+    assert (found >= 0).all()
+    torch.testing.assert_close(found.mean().double(), exact.mean(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("junk", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "straight_through"])
+def test_what_is_masked_first_changes_nothing(estimator, junk):
+    policy = torch.tensor([-1.0, junk], requires_grad=True)
+    mask = torch.tensor([True, False])
+    reference = torch.where(mask, torch.tensor([-1.5, junk]), 0.0)
+    found = kl(torch.where(mask, policy, 0.0), reference, estimator)
+    found.sum().backward()
+    assert found[1] == 0
+    assert policy.grad[1] == 0
+
+
+def test_an_estimator_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="estimator: no such choice 'k4'; use one of k1, k2, "):
+        kl(POLICY, REFERENCE, "k4")
+
+
+def test_shapes_that_torch_would_broadcast_are_refused():
+    with pytest.raises(ShapeError, match=r"logprobs \(5,\), ref_logprobs \(5, 1\)"):
+        kl(POLICY, REFERENCE[:, None], "k1")

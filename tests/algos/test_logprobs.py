@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_lab.algos.logprobs import chunked_logprobs, token_logprobs
-from verl_lab.algos.mismatch import mismatch
+from verl_lab.errors import ShapeError
 
 
 def test_logits_are_divided_by_the_temperature_before_the_softmax():
@@ -68,18 +68,28 @@ def test_logits_are_not_kept_for_the_backward_pass():
     assert max(kept) < 1000
 
 
-def test_mismatch_of_processes_that_agree_is_nothing():
-    logprobs, mask = torch.randn(5), torch.tensor([True] * 4 + [False])
-    found = mismatch(logprobs, logprobs, mask)
-    assert [found[n].item() for n in ("mismatch_kl", "mismatch_max", "ess")] == [0, 1, 1]
+def test_no_tokens_give_no_values():
+    hidden = torch.zeros(0, 5, requires_grad=True)
+    found = chunked_logprobs(
+        hidden, lambda h: h @ torch.ones(5, 11), torch.zeros(0, dtype=torch.int64), temperature=1.0
+    )
+    assert [f.tolist() for f in found] == [[], []]
 
 
-def test_mismatch_by_hand():
-    old = torch.tensor([0.5, 0.4, 0.3, 0.2, 0.6, 1.0]).log()
-    rollout = torch.tensor([0.25, 0.4, 0.1, 0.2, 0.5, float("nan")]).log()
-    found = mismatch(old, rollout, torch.tensor([True] * 5 + [False]))
-    # rho = 2, 1, 3, 1, 1.2; k3(rollout || old) = rho - 1 - ln rho
-    expected = sum(r - 1 - math.log(r) for r in (2, 1, 3, 1, 1.2)) / 5
-    assert found["mismatch_kl"].item() == pytest.approx(expected, rel=1e-5)
-    assert found["mismatch_max"].item() == pytest.approx(3, rel=1e-5)
-    assert found["ess"].item() == pytest.approx(8.2**2 / (5 * (4 + 1 + 9 + 1 + 1.44)), rel=1e-5)
+def test_entropy_has_no_gradient_and_is_zero_when_not_asked_for():
+    logits, ids = torch.randn(4, 7, requires_grad=True), torch.arange(4)
+    for find in (
+        lambda **knobs: token_logprobs(logits, ids, 1.0, **knobs),
+        lambda **knobs: chunked_logprobs(logits, lambda h: h * 1, ids, temperature=1.0, **knobs),
+    ):
+        logprobs, entropy = find(with_entropy=True)
+        assert logprobs.requires_grad
+        assert not entropy.requires_grad
+        assert find(with_entropy=False)[1].tolist() == [0, 0, 0, 0]
+
+
+def test_one_id_is_not_taken_for_all_rows():
+    with pytest.raises(ShapeError, match=r"logits, ids: .*logits \(4, 7\), ids \(1,\)"):
+        token_logprobs(torch.zeros(4, 7), torch.tensor([1]), 1.0)
+    with pytest.raises(ShapeError, match=r"hidden, ids: .*hidden \(4, 7\), ids \(3,\)"):
+        chunked_logprobs(torch.zeros(4, 7), lambda h: h, torch.arange(3), temperature=1.0)

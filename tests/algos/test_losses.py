@@ -1,9 +1,10 @@
 """Values by hand from the vectors that the references agree on, then invariants."""
 
+import math
+
 import pytest
 import torch
 
-from verl_lab.algos.aggregate import normalisers, token_weights
 from verl_lab.algos.losses import ppo_policy_loss
 from verl_lab.errors import ShapeError
 
@@ -12,19 +13,6 @@ OLD = torch.tensor([0.5, 0.4, 0.3, 0.2, 0.6, 1.0], dtype=torch.float64).log()
 NEW = torch.tensor([0.6, 0.3, 0.45, 0.1, 0.6, 1.0], dtype=torch.float64).log()
 ADVANTAGES = torch.tensor([1, 1, 1, -2, -2, 0], dtype=torch.float64)
 MASK = torch.tensor([True, True, True, True, True, False])
-SAMPLE = torch.tensor([0, 0, 0, 1, 1, 1])
-
-
-def weights_of(mode, mask=MASK, sample=SAMPLE, max_tokens=4):
-    tokens, sequences = normalisers(mask, sample)
-    return token_weights(
-        mask,
-        sample,
-        mode=mode,
-        num_tokens=tokens,
-        num_sequences=sequences,
-        max_tokens=max_tokens,
-    )
 
 
 def loss_of(ratio, advantage, **bounds):
@@ -58,30 +46,62 @@ def test_each_bound_moves_its_own_side_only():
     assert loss_of(1.5, 1.0, clip_low=0.1) == -1.2
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token-mean", 0.09),
-        ("seq-mean-token-mean", 0.375),
-        ("seq-mean-token-sum", 0.225),
-        ("seq-mean-token-sum-norm", 0.05625),
-    ],
-)
-def test_each_aggregation_gives_the_golden_value(mode, expected):
-    loss, metrics = ppo_policy_loss(NEW, OLD, ADVANTAGES, MASK, weights_of(mode), num_tokens=5)
-    assert loss.item() == pytest.approx(expected, abs=1e-9)
-    # Token 1 sits on the boundary 1.2; rounding may put it on either side of it.
-    assert metrics["clip_fraction"].item() in (pytest.approx(0.4), pytest.approx(0.6))
-    assert metrics["ratio_max"].item() == pytest.approx(2.0)
-
-
-def test_a_fully_masked_sample_does_not_count():
-    mask = torch.tensor([True, True, True, False, False, False])
-    assert normalisers(mask, SAMPLE) == (3, 1)
-    loss, _ = ppo_policy_loss(
-        NEW, OLD, ADVANTAGES, mask, weights_of("seq-mean-token-mean", mask), num_tokens=3
+def test_the_golden_batch_gives_the_golden_loss_and_metrics():
+    loss, metrics = ppo_policy_loss(NEW, OLD, ADVANTAGES, MASK, MASK.double() / 5, num_tokens=5)
+    assert loss.item() == pytest.approx(0.09, abs=1e-9)
+    # r - 1 - ln r of the five ratios
+    expected = sum(r - 1 - math.log(r) for r in (1.2, 0.75, 1.5, 0.5, 1)) / 5
+    assert metrics["approx_kl"].item() == pytest.approx(expected)
+    assert metrics["ratio_max"].item() == pytest.approx(2.0)  # of 1.5 and 1 / 0.5
+    # Off the first token's boundary, where rounding decides: 1.5 and 0.5 of five are stopped.
+    _, metrics = ppo_policy_loss(
+        NEW, OLD, ADVANTAGES, MASK, MASK.double() / 5, num_tokens=5, clip_high=0.21
     )
-    assert loss.item() == pytest.approx((-1.2 - 0.75 - 1.2) / 3)
+    assert metrics["clip_fraction"].item() == pytest.approx(0.4)
+
+
+def test_metrics_have_no_gradient_and_neither_have_the_other_inputs():
+    inputs = [t.clone().requires_grad_() for t in (NEW, OLD, ADVANTAGES)]
+    loss, metrics = ppo_policy_loss(*inputs, MASK, MASK.double() / 5, num_tokens=5)
+    loss.backward()
+    assert [t.grad is None for t in inputs] == [False, True, True]
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_the_gradient_stops_at_the_bound_and_nowhere_else():
+    new = torch.tensor([1.5, 0.5, 0.5, 1.5]).log().requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    one = torch.ones(4)
+    loss, _ = ppo_policy_loss(new, torch.zeros(4), advantages, one.bool(), one, num_tokens=4)
+    loss.backward()
+    assert new.grad.tolist() == pytest.approx([0, -0.5, 0, 1.5])  # -A r where it is not stopped
+
+
+def test_ratios_beyond_the_range_of_floats_stay_finite():
+    new, old = torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0])
+    one = torch.ones(2)
+    loss, metrics = ppo_policy_loss(new, old, -one, one.bool(), one, num_tokens=2)
+    assert loss.item() == pytest.approx(math.exp(20) + 0.8, rel=1e-6)
+    assert metrics["ratio_max"].item() == pytest.approx(math.exp(20), rel=1e-5)
+
+
+def test_approx_kl_of_policies_that_almost_agree_is_not_lost_to_rounding():
+    old = torch.tensor([-3.0, -2.0])
+    new = old + torch.tensor([1e-4, -1e-4])
+    one = torch.ones(2)
+    _, metrics = ppo_policy_loss(new, old, one, one.bool(), one, num_tokens=2)
+    assert metrics["approx_kl"].item() == pytest.approx(5e-9, rel=0.01)  # d^2 / 2
+
+
+def test_an_update_without_a_token_that_trains_is_zero():
+    mask = torch.zeros(6, dtype=torch.bool)
+    loss, metrics = ppo_policy_loss(NEW, OLD, ADVANTAGES, mask, mask.double(), num_tokens=0)
+    assert loss == 0
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "clip_fraction": 0,
+        "approx_kl": 0,
+        "ratio_max": 1,
+    }
 
 
 def test_on_policy_the_gradient_is_reinforce():
@@ -89,7 +109,7 @@ def test_on_policy_the_gradient_is_reinforce():
     advantages = torch.randn(6, dtype=torch.float64)
     mask = torch.ones(6, dtype=torch.bool)
     loss, metrics = ppo_policy_loss(
-        logprobs, logprobs, advantages, mask, weights_of("token-mean", mask), num_tokens=6
+        logprobs, logprobs, advantages, mask, mask.double() / 6, num_tokens=6
     )
     loss.backward()
     torch.testing.assert_close(logprobs.grad, -advantages / 6)
@@ -114,42 +134,28 @@ def test_what_is_masked_changes_nothing(junk):
     assert all(value.isfinite() for value in metrics.values())
 
 
-@pytest.mark.parametrize(
-    "mode",
-    ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"],
-)
-def test_micro_batches_add_up_to_the_batch_in_loss_gradient_and_metrics(mode):
-    generator = torch.Generator().manual_seed(1)
-    sample = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3])
-    new, old, advantages = torch.randn(3, 10, generator=generator, dtype=torch.float64)
-    mask = torch.rand(10, generator=generator) < 0.7
-    tokens, sequences = normalisers(mask, sample)
+def test_metrics_of_micro_batches_add_up_and_the_largest_is_the_largest():
+    new, old, advantages = 0.5 * torch.randn(3, 10, dtype=torch.float64)
+    mask = torch.rand(10) < 0.7
+    tokens = int(mask.sum())
 
     def part(rows):
-        leaf = new[rows].clone().requires_grad_()
-        weights = token_weights(
-            mask[rows],
-            sample[rows] - sample[rows].min(),
-            mode=mode,
-            num_tokens=tokens,
-            num_sequences=sequences,
-            max_tokens=8,
-        )
-        loss, metrics = ppo_policy_loss(
-            leaf, old[rows], advantages[rows], mask[rows], weights, num_tokens=tokens
-        )
-        loss.backward()
-        return loss, leaf.grad, metrics
+        weights = mask[rows].double() / tokens
+        return ppo_policy_loss(
+            new[rows], old[rows], advantages[rows], mask[rows], weights, num_tokens=tokens
+        )[1]
 
     whole = part(slice(0, 10))
-    pieces = [part(slice(0, 4)), part(slice(4, 6)), part(slice(6, 10))]
-    torch.testing.assert_close(sum(p[0] for p in pieces), whole[0], atol=1e-10, rtol=0)
-    torch.testing.assert_close(torch.cat([p[1] for p in pieces]), whole[1], atol=1e-10, rtol=0)
+    pieces = [part(slice(0, 4)), part(slice(4, 5)), part(slice(5, 10))]
+    assert whole["clip_fraction"] > 0
     for name in ("clip_fraction", "approx_kl"):
-        torch.testing.assert_close(sum(p[2][name] for p in pieces), whole[2][name])
+        torch.testing.assert_close(sum(p[name] for p in pieces), whole[name], atol=1e-10, rtol=0)
+    assert max(p["ratio_max"] for p in pieces) == whole["ratio_max"]
 
 
-def test_a_shape_error_names_the_shapes():
+def test_a_shape_error_names_every_tensor_with_its_shape():
     good, bad = torch.zeros(3), torch.zeros(4)
-    with pytest.raises(ShapeError, match=r"\(3,\), \(3,\), \(4,\)"):
+    with pytest.raises(ShapeError, match=r"logprobs \(3,\), .*advantages \(4,\), loss_mask \(3,\)"):
         ppo_policy_loss(good, good, bad, good == 0, good, num_tokens=3)
+    with pytest.raises(ShapeError, match=r"logprobs \(1, 3\)"):
+        ppo_policy_loss(*[good[None]] * 3, good[None] == 0, good[None], num_tokens=3)

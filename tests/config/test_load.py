@@ -209,3 +209,8 @@ def test_flash_attention_on_a_cpu_is_refused_at_the_start():
         }
     )
     assert any("use_flash_attention_2: needs a GPU" in p for p in start_problems(config))
+
+
+def test_training_in_float16_is_refused_at_the_start():
+    config = load_config(TASK, ["model.torch_dtype=float16"])
+    assert any(p.startswith("model.torch_dtype: float16") for p in start_problems(config))

@@ -1,4 +1,5 @@
 import pytest
+from jinja2 import TemplateError
 
 from verl_lab.data.chat import render, wants_chat
 from verl_lab.errors import DataError
@@ -30,7 +31,7 @@ def text(ids):
 
 
 def test_plain_text_goes_through_the_tokenizer_alone():
-    assert text(render("hi", Characters(), chat=False, system="s")) == "hi"
+    assert text(render("hi", Characters(), chat=False, system=None)) == "hi"
 
 
 def test_a_prompt_becomes_a_users_turn_with_the_answer_begun():
@@ -58,3 +59,17 @@ def test_chat_is_used_where_there_is_a_template_unless_the_config_says_otherwise
 def test_messages_without_chat_are_refused():
     with pytest.raises(DataError, match=r"data\.chat: is false"):
         render([{"role": "user", "content": "hi"}], Characters(), chat=False, system=None)
+
+
+def test_a_system_prompt_that_nothing_would_read_is_refused():
+    with pytest.raises(DataError, match=r"data\.system_prompt: is set, but .* set data\.chat"):
+        render("hi", Characters(), chat=False, system="be kind")
+
+
+def test_a_template_that_knows_no_system_role_says_what_to_leave_out():
+    class Picky(Characters):
+        def apply_chat_template(self, messages, **how):
+            raise TemplateError("System role not supported")
+
+    with pytest.raises(DataError, match=r"refuses messages of system, user .*System role"):
+        render("hi", Picky(TEMPLATE), chat=True, system="be kind")

@@ -5,9 +5,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl_lab.config.schema import ModelConfig
 from verl_lab.data.prompts import load_prompts
 from verl_lab.errors import DataError
+from verl_lab.models.load import load_tokenizer
 
+TINY = "package://verl_lab/models/tiny_policy"
 NUMBERS = [f"{i}+1=" for i in range(20)]
 
 
@@ -140,3 +143,78 @@ def test_a_task_brings_problems_that_are_never_in_both_sets(settings, tokenizer)
     prompts = load_prompts(config, tokenizer)
     assert (len(prompts.train), len(prompts.heldout)) == (500, 50)
     assert not set(prompts.train.peek(500)["prompt"]) & set(prompts.heldout["prompt"])
+
+
+def test_a_prompt_that_is_in_the_data_twice_is_never_in_both_sets(settings, tokenizer):
+    prompts = load_prompts(settings(data={"prompts": NUMBERS * 2, "heldout_size": 4}), tokenizer)
+    assert (len(prompts.train), len(prompts.heldout)) == (32, 8)
+    assert not set(prompts.train.peek(32)["prompt"]) & set(prompts.heldout["prompt"])
+
+
+def test_chat_messages_become_the_text_that_the_policy_reads_and_are_kept(settings, tmp_path):
+    messages = [{"role": "user", "content": "1+1="}]
+    path = tmp_path / "chat.parquet"
+    loose = [{**messages[0], "name": None}]  # table files give all messages the same keys
+    pq.write_table(pa.Table.from_pylist([{"prompt": loose}]), path)
+    tokenizer = load_tokenizer(
+        ModelConfig(
+            name_or_path=TINY,
+            chat_template="{% for m in messages %}{{ m.content }}{{ m.name }}{% endfor %}?",
+        )
+    )
+    config = settings(data={"path": str(path), "heldout_size": 0})
+    batch = load_prompts(config, tokenizer).train.next(1)
+    assert batch["prompt"] == ["1+1=?"]
+    assert [json.loads(text) for text in batch["prompt_messages"]] == [messages]
+
+
+def test_lists_of_the_data_stay_lists_and_dicts_become_json(settings, tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "answers": ["2", "02"], "about": {"é": 1}}))
+    batch = load_prompts(
+        settings(data={"path": str(path), "heldout_size": 0}), tokenizer
+    ).train.next(1)
+    assert batch["answers"] == [["2", "02"]]
+    assert batch["about"] == ['{"é": 1}']
+
+
+@pytest.mark.parametrize("name", ["response", "reward", "reward/mine", "group_id", "prompt"])
+def test_a_column_that_the_lab_would_write_over_is_refused(settings, tokenizer, tmp_path, name):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"question": "1+1=", name: "x"}))
+    config = settings(data={"path": str(path), "prompt_column": "question"})
+    with pytest.raises(DataError, match=rf"data\.path: .* called {name}; rename"):
+        load_prompts(config, tokenizer)
+
+
+def test_a_line_may_hold_what_other_texts_end_lines_with(settings, tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes('{"prompt": "1+1=", "note": "a\u2028b\u0085c"}\r\n'.encode())
+    batch = load_prompts(
+        settings(data={"path": str(path), "heldout_size": 0}), tokenizer
+    ).train.next(1)
+    assert batch["note"] == ["a\u2028b\u0085c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.jsonl", b'{"prompt": "1"}\n{"prompt": "\xff"}', r"data\.jsonl:2 is no JSON"),
+        ("data.jsonl", b'{"prompt": ["1"]}', r"row 0 .* the chat message '1'; a message has"),
+        ("data.jsonl", b'{"prompt": "1", "a": 1}\n{"prompt": "1", "a": "x"}', r"the column a: can"),
+        ("data.parquet", b"PAR2", r"data\.path: .* cannot be read as Parquet"),
+    ],
+)
+def test_broken_files_are_refused_by_name(settings, tokenizer, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    config = settings(data={"path": str(tmp_path / name), "heldout_size": 0})
+    with pytest.raises(DataError, match=message):
+        load_prompts(config, tokenizer)
+
+
+def test_a_task_whose_problems_are_all_held_out_says_so(settings, tokenizer):
+    task = {"name": "basic_arithmetic", "size": 20, "min_terms": 2, "max_terms": 2}
+    task |= {"min_digits": 1, "max_digits": 1, "operators": ["+"], "allow_parentheses": False}
+    config = settings(task=task, data={"heldout_size": 3000})
+    with pytest.raises(DataError, match=r"task\.size: the \d+ held-out problems of basic_arith"):
+        load_prompts(config, tokenizer)

@@ -1,7 +1,10 @@
+import json
+
 import pytest
 
 from verl_lab.config.schema import TaskConfig
 from verl_lab.data.arithmetic import AddCompare, is_heldout
+from verl_lab.data.entries import decode
 from verl_lab.data.tasks import make_task
 from verl_lab.errors import ConfigError
 
@@ -66,3 +69,42 @@ def test_an_unknown_task_or_option_is_refused_with_what_was_meant():
         make_task(TaskConfig(name="basic_arithmetic", max_term=2))
     with pytest.raises(ConfigError, match="reasoning-gym refuses"):
         make_task(TaskConfig(name="basic_arithmetic", min_terms=5, max_terms=2))
+
+
+def test_seeds_and_splits_of_reasoning_gym_share_almost_no_problem():
+    task = make_task(TaskConfig(name="basic_arithmetic", size=200))
+
+    def prompts(split, seed):
+        return {row["prompt"] for row in task.problems(split, 200, seed)}
+
+    first = prompts("train", 0)
+    for other in (prompts("train", 1), prompts("heldout", 0), prompts("heldout", 1)):
+        assert len(first & other) < 10
+
+
+# The package that arc_agi comes from leaves its data file open.
+@pytest.mark.filterwarnings("ignore:unclosed file .*arcagi:ResourceWarning")
+@pytest.mark.parametrize("name", ["graph_color", "arc_agi"])
+def test_a_verifier_gets_the_very_entry_that_made_the_problem(name):
+    task = make_task(TaskConfig(name=name, size=1))
+    row = task.problems("train", 1, 0)[0]
+    entry = decode(row["task_entry"])
+    if name == "graph_color":  # has many answers, and names none
+        assert row["answer"] is None
+        answer = json.dumps(entry["metadata"]["possible_answer"])
+        assert all(isinstance(vertex, int) for vertex in entry["metadata"]["possible_answer"])
+    else:
+        answer = row["answer"]
+    assert task.score(answer, row) == 1
+
+
+def test_tasks_without_a_check_of_their_options_work_too():
+    task = make_task(TaskConfig(name="power_function", size=2))
+    row = task.problems("train", 2, 0)[0]
+    assert task.score(row["answer"], row) == 1
+
+
+@pytest.mark.parametrize("size", [0, -1, "many"])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ConfigError, match=rf"task\.size: is {size!r}; give a whole number"):
+        make_task(TaskConfig(name="basic_arithmetic", size=size))

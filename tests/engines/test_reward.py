@@ -1,10 +1,14 @@
+import json
+
+import numpy as np
 import pytest
-from transformers import LlamaConfig, LlamaForSequenceClassification
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from verl_lab.batch.columns import Batch
 from verl_lab.config.load import load_config
 from verl_lab.engines.reward import RewardService
-from verl_lab.errors import ConfigError, RewardError
+from verl_lab.errors import ConfigError, DataError, RewardError
 from verl_lab.models.tiny import tokenizer
 from verl_lab.rewards.function import reward
 
@@ -78,12 +82,12 @@ def test_an_exception_in_a_batched_function_costs_all_of_its_samples(service, ba
     assert stats["errors"] == 3
 
 
-@pytest.mark.parametrize("bad", [None, float("nan"), "high"])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("-inf"), "high", np.ones(2), [1.0]])
 def test_what_is_no_number_stops_with_the_samples_name(service, batch, bad):
     def odd(response):
         return bad if response == "3" else 1.0
 
-    with pytest.raises(RewardError, match=r"row 1 \(group_id 5, sample_id 1\); return a number"):
+    with pytest.raises(RewardError, match=r"row 1 \(group_id 5, sample_id 1\); return a finite"):
         service(odd).score(batch, "odd")
 
 
@@ -91,8 +95,33 @@ def test_too_few_scores_are_refused(service, batch):
     def two(responses):
         return [1.0, 2.0]
 
+    def one(responses):
+        return 1.0
+
     with pytest.raises(RewardError, match="returned 2 scores for 3 responses"):
         service(two).score(batch, "two")
+    with pytest.raises(RewardError, match=r"returned 1\.0 for 3 responses; return a list"):
+        service(one).score(batch, "one")
+
+
+def test_scores_may_be_numbers_of_numpy_and_torch(service, batch):
+    def arrays(responses):
+        return torch.tensor([0.5, 1.0, 2.0])
+
+    def scalars(response):
+        return np.float32(len(response))
+
+    made = service(arrays, scalars)
+    assert made.score(batch, "arrays")[0]["reward/arrays"] == [0.5, 1, 2]
+    assert made.score(batch, "scalars")[0]["reward/scalars"] == [1, 1, 1]
+
+
+def test_a_function_may_not_take_the_name_of_the_labs_own_part(service):
+    def task(response):
+        return 0.0
+
+    with pytest.raises(ConfigError, match=r"`task` names a part of the lab's own"):
+        service(task, task={"name": "add_compare"})
 
 
 def test_the_tasks_verifier_is_a_part(service, batch):
@@ -113,22 +142,65 @@ def test_an_unknown_part_names_those_there_are(service, batch):
         service(task={"name": "add_compare"}).score(batch, "speed")
 
 
-def test_a_sequence_classifier_scores_prompt_and_response(service, batch, tmp_path):
-    coder = tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(coder),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_labels=1,
-        pad_token_id=0,
-    )
-    model = LlamaForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
-    coder.save_pretrained(tmp_path)
+@pytest.fixture
+def classifier(tmp_path):
+    """Saves a tiny random classifier, and gives it back with its tokenizer."""
+
+    def make(kind=LlamaForSequenceClassification, template=None, pad_token="<pad>", **more):
+        coder = tokenizer()
+        coder.pad_token, coder.padding_side, coder.chat_template = pad_token, "left", template
+        config = LlamaConfig(
+            vocab_size=len(coder),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            **{"num_labels": 1, "pad_token_id": 0, **more},
+        )
+        torch.manual_seed(0)
+        model = kind(config).eval()
+        model.save_pretrained(tmp_path)
+        coder.save_pretrained(tmp_path)
+        return model, coder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_labels": 2},
+        {"pad_token_id": 5},  # the tokenizer pads with another token than the model knows
+        {"pad_token_id": None},
+        {"pad_token_id": None, "pad_token": None},
+    ],
+)
+def test_a_sequence_classifier_scores_a_batch_as_it_scores_each_sample(
+    service, batch, classifier, tmp_path, more
+):
+    model, coder = classifier(**more)
+    batch = batch.with_columns({"prompt": ["1+1=", "123+321=", "2+2="]})
     made = service(reward_model={"name_or_path": str(tmp_path)})
     found = made.score(batch, "reward_model")[0]["reward/reward_model"]
     for score, prompt, response in zip(found, batch["prompt"], batch["response"], strict=True):
         alone = model(**coder(prompt, response, return_tensors="pt")).logits[0, 0].item()
         assert score == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_classifier_reads_the_chat_messages_of_a_prompt(service, batch, classifier, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    model, coder = classifier(template=template)
+    messages = json.dumps([{"role": "system", "content": "3"}, {"role": "user", "content": "1+1"}])
+    one = batch.slice(0, 1).with_columns({"prompt_messages": [messages], "prompt": ["rendered"]})
+    made = service(reward_model={"name_or_path": str(tmp_path)})
+    ids = coder("3=1+1=2=", return_tensors="pt", add_special_tokens=False)
+    assert made.score(one, "reward_model")[0]["reward/reward_model"] == [
+        pytest.approx(model(**ids).logits[0, 0].item(), abs=1e-5)
+    ]
+
+
+def test_a_model_without_a_trained_head_is_no_reward_model(service, classifier, tmp_path):
+    classifier(LlamaForCausalLM)
+    with pytest.raises(DataError, match=r"reward_model\.name_or_path: .* has no score\.weight"):
+        service(reward_model={"name_or_path": str(tmp_path)})

@@ -1,7 +1,9 @@
+import functools
 import subprocess
 import sys
 import threading
 
+import cloudpickle
 import numpy as np
 import pytest
 
@@ -10,6 +12,19 @@ from verl_lab.rewards.compose import combine
 from verl_lab.rewards.function import RewardFunction, from_reference, reward
 
 LOCK = threading.Lock()
+
+
+def elsewhere(function):
+    """What a function scores in a process that has none of the user's modules."""
+    code = (
+        "import sys; from verl_lab.rewards.function import RewardFunction; "
+        "print(RewardFunction.loads(sys.stdin.buffer.read())(response='ab'))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], input=function.dumps(), capture_output=True, cwd="/"
+    )
+    assert out.returncode == 0, out.stderr.decode()
+    return out.stdout.decode().strip()
 
 
 def test_how_a_function_is_called_is_read_off_its_parameters():
@@ -74,15 +89,7 @@ def test_a_users_own_module_travels_with_its_function(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import my_scores
 
-    data = reward(my_scores.score).dumps()
-    code = (
-        "import sys; from verl_lab.rewards.function import RewardFunction; "
-        "print(RewardFunction.loads(sys.stdin.buffer.read())(response='ab'))"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code], input=data, capture_output=True, check=True, cwd="/"
-    )
-    assert out.stdout.strip() == b"6"
+    assert elsewhere(reward(my_scores.score)) == "6"
 
 
 def test_columns_are_checked_and_chosen_by_name():
@@ -107,3 +114,71 @@ def test_a_reference_names_a_file_or_a_module(tmp_path):
 def test_parts_add_up_by_weight():
     parts = {"a": np.array([1.0, 2.0]), "b": np.array([10.0, 0.0])}
     assert combine(parts, {"a": 2.0, "b": -0.5}).tolist() == [-3.0, 4.0]
+
+
+def test_modules_beside_a_users_module_travel_too(tmp_path, monkeypatch):
+    (tmp_path / "my_numbers.py").write_text("FACTOR = 5\ndef double(x):\n    return 2 * x\n")
+    (tmp_path / "my_uses.py").write_text(
+        "import my_numbers\nfrom my_numbers import double\n"
+        "def score(response):\n    return my_numbers.FACTOR + double(len(response))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_uses
+
+    assert elsewhere(reward(my_uses.score)) == "9"
+    assert elsewhere(reward(functools.partial(my_uses.score))) == "9"
+
+
+def test_a_cell_may_use_a_module_of_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "my_lengths.py").write_text("def length(text):\n    return len(text)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    import my_lengths
+
+    scope = {"my_lengths": my_lengths, "__name__": "__main__"}
+    exec("def score(response):\n    return my_lengths.length(response)", scope)
+    assert elsewhere(reward(scope["score"])) == "2"
+
+
+def test_pickling_leaves_no_module_registered():
+    before = cloudpickle.list_registry_pickle_by_value()
+    reward(lambda response: 0.0)
+    assert cloudpickle.list_registry_pickle_by_value() == before
+
+
+class Bonus:
+    def __init__(self, bonus):
+        self.bonus = bonus
+
+    def score(self, response):
+        return self.bonus
+
+    def __call__(self, response):
+        return 2 * self.bonus
+
+
+class Patient:
+    async def __call__(self, response):
+        return 1.0
+
+
+def test_methods_and_objects_are_rewards_too():
+    assert RewardFunction.loads(reward(Bonus(3).score).dumps())(response="") == 3
+    assert RewardFunction.loads(reward(Bonus(3)).dumps())(response="") == 6
+    assert reward(Patient()).is_async
+
+
+def test_what_an_object_holds_and_cannot_travel_is_named():
+    with pytest.raises(RewardError, match=r"because of `bonus`, a lock"):
+        reward(Bonus(threading.Lock()))
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(RewardError, match=r"is 5, whose parameters cannot be read"):
+        reward(5)
+
+
+def test_a_file_with_a_mistake_is_refused_by_name(tmp_path):
+    (tmp_path / "wrong.py").write_text("def f(response:\n")
+    with pytest.raises(RewardError, match=r"wrong\.py cannot be imported .*never closed"):
+        from_reference(f"{tmp_path / 'wrong.py'}:f")

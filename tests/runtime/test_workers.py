@@ -142,6 +142,17 @@ def test_a_service_that_does_not_start_says_why(run_with_workers):
     run_with_workers(scenario)
 
 
+def test_a_worker_can_be_a_fresh_interpreter_where_a_forked_one_would_not_do(run_with_workers):
+    async def scenario(supervisor):
+        supervisor.target = "verl_lab.runtime.worker:run_fresh"
+        peer = await echo(supervisor)
+        assert (await peer.call("say", "hi", deadline_s=10))["pid"] == peer.pid
+        with pytest.raises(WorkerError, match="exit code 7"):
+            await peer.call("die", 7, deadline_s=10)
+
+    run_with_workers(scenario)
+
+
 def test_a_restart_gives_a_new_process_and_ends_the_old_one(run_with_workers):
     async def scenario(supervisor):
         old = await echo(supervisor)

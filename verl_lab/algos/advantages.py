@@ -54,7 +54,7 @@ def group_advantages(
     group, size = _groups(group_ids)
     constant = _is_constant(rewards, group, size)[group]
     mean = _sum(rewards, group, size) / size
-    centred = rewards - mean[group] if baseline != "none" else rewards
+    centred = rewards - mean[group] if baseline != "none" else rewards.clone()
     if baseline == "leave_one_out":
         count = size.to(rewards.dtype)
         centred = centred * (count / (count - 1).clamp(min=1))[group]

@@ -31,7 +31,7 @@ def token_logprobs(
     Returns:
         Two [N] tensors. The entropy, in nats, has no gradient.
     """
-    _require_a_row_each(ids, logits=logits)
+    _require_a_row_each("logits", logits, ids)
     scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     normaliser = scaled.logsumexp(-1)
     logprobs = scaled.gather(-1, ids[:, None])[:, 0] - normaliser
@@ -66,7 +66,7 @@ def chunked_logprobs(
     Returns:
         Two [N] tensors: log-probabilities and entropy.
     """
-    _require_a_row_each(ids, hidden=hidden)
+    _require_a_row_each("hidden", hidden, ids)
 
     def of_chunk(part: Tensor, part_ids: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(head(part), part_ids, temperature, with_entropy=with_entropy)
@@ -83,11 +83,10 @@ def chunked_logprobs(
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def _require_a_row_each(ids: Tensor, **rows: Tensor) -> None:
+def _require_a_row_each(name: str, rows: Tensor, ids: Tensor) -> None:
     """One id would otherwise be broadcast over all rows."""
-    ((name, tensor),) = rows.items()
-    if tensor.ndim != 2 or ids.shape != tensor.shape[:1]:
+    if rows.ndim != 2 or ids.shape != rows.shape[:1]:
         raise ShapeError(
             f"{name}, ids: must have one row and one id a token, got {name} "
-            f"{tuple(tensor.shape)}, ids {tuple(ids.shape)}; flatten or index them alike"
+            f"{tuple(rows.shape)}, ids {tuple(ids.shape)}; flatten or index them alike"
         )

@@ -129,6 +129,11 @@ def start_problems(config: LabConfig, *, has_reward: bool = False) -> list[str]:
             f"trainer.num_train_workers: is {config.trainer.num_train_workers}, and the trainer of "
             f"this version is one process; set it to 1"
         )
+    if config.model.torch_dtype == "float16":
+        problems.append(
+            "model.torch_dtype: float16 loses small gradients, and this trainer does not scale the "
+            "loss; use bfloat16"
+        )
     if config.model.use_flash_attention_2 and not missing_devices(config):
         problems += _flash_problems(config)
     return problems

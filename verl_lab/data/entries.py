@@ -9,13 +9,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
+
+from verl_lab.errors import DataError
+
 TUPLE = "__tuple__"
 PAIRS = "__pairs__"
 
 
 def encode(entry: Any) -> str:
-    """An entry as JSON, with tuples and dicts of other keys than text marked as such."""
-    return json.dumps(_marked(entry), ensure_ascii=False, default=str)
+    """An entry as JSON, with tuples and dicts of other keys than text marked as such.
+
+    Raises:
+        DataError: it holds something that would not come back.
+    """
+    return json.dumps(_marked(entry), ensure_ascii=False, default=_number)
 
 
 def decode(text: str) -> Any:
@@ -33,6 +41,15 @@ def _marked(value: Any) -> Any:
             return {key: _marked(item) for key, item in value.items()}
         return {PAIRS: [[_marked(key), _marked(item)] for key, item in value.items()]}
     return value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise DataError(
+        f"task: a problem holds {value!r}, a {type(value).__name__}, which cannot be kept beside "
+        f"it; choose another task"
+    )
 
 
 def _unmarked(found: dict[str, Any]) -> Any:

@@ -56,7 +56,7 @@ def with_prompt(rows: list[Row], config: DataConfig, key: str) -> list[Row]:
             )
     if not rows:
         raise DataError(f"{key}: has no rows; give at least one prompt")
-    taken = _columns_of(rows, column) & {*COLUMNS, MESSAGES, "task_entry"}
+    taken = _columns_of(rows, column) & {*COLUMNS, MESSAGES}
     taken |= {name for name in _columns_of(rows, column) if name.startswith("reward/")}
     if taken:
         raise DataError(

@@ -8,6 +8,7 @@ the sample, since any number in its place would be a lie.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import numbers
 import traceback
@@ -16,14 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from verl_lab.batch.columns import Batch
+from verl_lab.batch.columns import TOKEN_COLUMNS, Batch
 from verl_lab.config.schema import LabConfig
+from verl_lab.data.sources import MESSAGES
 from verl_lab.data.tasks import make_task
 from verl_lab.errors import ConfigError, RewardError
 from verl_lab.rewards.function import RewardFunction, from_reference
-from verl_lab.rewards.model import RewardModel
+from verl_lab.rewards.model import Prompt, RewardModel
 
 Report = Callable[[dict[str, Any]], None]
+NO_FUNCTIONS = {"task", "reward_model"}
+"""Parts that are no functions, whatever functions there are."""
 
 
 class RewardService:
@@ -47,6 +51,12 @@ class RewardService:
     ) -> None:
         self._config = LabConfig.model_validate(config)
         self.rank, self._report = rank, report
+        taken = sorted(NO_FUNCTIONS & functions.keys())
+        if taken:
+            raise ConfigError(
+                f"reward.parts: `{taken[0]}` names a part of the lab's own; give the function "
+                f"another name"
+            )
         self._functions = {name: RewardFunction.loads(data) for name, data in functions.items()}
         for part in self._config.reward.parts:
             if ":" in part and part not in self._functions:
@@ -71,12 +81,14 @@ class RewardService:
 
     def _scores(self, batch: Batch, part: str, stats: dict[str, Any]) -> list[Any]:
         if part == "reward_model" and self._model is not None:
-            return list(self._model.score(batch["prompt"], batch["response"]))
+            return list(self._model.score(_prompts(batch), batch["response"]))
         if part == "task" and self._task is not None:
             score = self._task.score
-            return self._one_by_one(lambda row: score(row["response"], row), _rows(batch), stats)
+            rows = _rows(batch.without([*TOKEN_COLUMNS, "prompt_ids"]))
+            return self._one_by_one(lambda row: score(row["response"], row), rows, stats)
         if part not in self._functions:
-            known = [*self._functions, *["task"] * (self._task is not None)]
+            own = {"task": self._task, "reward_model": self._model}
+            known = [*self._functions, *(name for name, there in own.items() if there is not None)]
             raise ConfigError(
                 f"reward.parts: there is no part {part}; there are {', '.join(known)}"
             )
@@ -88,7 +100,7 @@ class RewardService:
 
     def _single(self, function: RewardFunction, batch: Batch, stats: dict[str, Any]) -> list[Any]:
         names = [*function.own, *function.arguments(batch.names)]
-        rows = [{name: row[name] for name in names} for row in _rows(batch)]
+        rows = _rows(batch.select(names))
         if not function.is_async:
             return self._one_by_one(lambda row: function(**row), rows, stats)
 
@@ -113,12 +125,16 @@ class RewardService:
             fallback = self._failed(error, stats)
             stats["errors"] = len(batch)
             return [fallback] * len(batch)
-        scores = [] if result is None else list(result)
+        if not hasattr(result, "__iter__") or isinstance(result, str | dict):
+            raise RewardError(
+                f"reward {function.name}: returned {result!r} for {len(batch)} responses; return a "
+                f"list with one score a response, in their order"
+            )
+        scores = list(result)
         if len(scores) != len(batch):
             raise RewardError(
                 f"reward {function.name}: returned {len(scores)} scores for {len(batch)} "
-                f"responses; "
-                f"return one a response, in their order"
+                f"responses; return one a response, in their order"
             )
         return scores
 
@@ -147,16 +163,25 @@ def _rows(batch: Batch) -> list[dict[str, Any]]:
     return batch.table.to_pylist()  # type: ignore[no-any-return]
 
 
+def _prompts(batch: Batch) -> list[Prompt]:
+    """What the reward model reads: chat messages where the prompt was given as such."""
+    texts: list[Prompt] = batch["prompt"]
+    if MESSAGES not in batch:
+        return texts
+    pairs = zip(texts, batch[MESSAGES], strict=True)
+    return [text if messages is None else json.loads(messages) for text, messages in pairs]
+
+
 def _checked(scores: list[Any], batch: Batch, part: str) -> np.ndarray[Any, Any]:
     for row, score in enumerate(scores):
-        value = score.item() if hasattr(score, "item") else score
-        if not isinstance(value, numbers.Real) or math.isnan(value):
+        # A number of numpy or torch, but no array of several.
+        value = score.item() if getattr(score, "shape", None) == () else score
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
             where = ", ".join(
                 f"{name} {batch[name][row]}" for name in ("group_id", "sample_id") if name in batch
             )
             raise RewardError(
                 f"reward {part}: gave {score!r} to the sample at row {row} ({where}); return a "
-                f"number, "
-                f"or raise to give it reward.fallback"
+                f"finite number, or raise to give it reward.fallback"
             )
     return np.array([float(score) for score in scores])

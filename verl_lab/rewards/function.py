@@ -7,13 +7,16 @@ value, when it is defined, so that what cannot work is refused in the cell that 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import linecache
+import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -72,25 +75,19 @@ class RewardFunction:
         return [n for n in (*self.columns, *self.optional) if n in there]
 
     def dumps(self) -> bytes:
-        """Pickled by value: the function, and the modules of the user's that it comes from.
+        """Pickled by value: the function, and what it uses of the user's own modules.
 
         Raises:
             RewardError: something that it uses cannot travel; says what.
         """
-        module = sys.modules.get(self.function.__module__)
-        by_value = module if module is not None and _is_the_users(module) else None
-        if by_value is not None:
-            cloudpickle.register_pickle_by_value(by_value)
-        try:
-            return cloudpickle.dumps(self)  # type: ignore[no-any-return]
-        except Exception as error:  # whatever an object raises when it refuses to be pickled
-            raise RewardError(
-                f"reward {self.name}: cannot travel to another process, because of "
-                f"{_culprit(self.function)} ({error}); make it inside the function"
-            ) from error
-        finally:
-            if by_value is not None:
-                cloudpickle.unregister_pickle_by_value(by_value)
+        with _by_value(_modules_to_send(self.function)):
+            try:
+                return cloudpickle.dumps(self)  # type: ignore[no-any-return]
+            except Exception as error:  # whatever an object raises when it refuses to be pickled
+                raise RewardError(
+                    f"reward {self.name}: cannot travel to another process, because of "
+                    f"{_culprit(self.function)} ({error}); make it inside the function"
+                ) from error
 
     @staticmethod
     def loads(data: bytes) -> RewardFunction:
@@ -102,11 +99,12 @@ class RewardFunction:
 
     def _show_source(self) -> None:
         """Lets tracebacks show the function's lines, which lie in a cell of another process."""
-        code = getattr(self.function, "__code__", None)
+        inner = inspect.unwrap(_inner(self.function))
+        code = getattr(inner, "__code__", None)
         if code is None or not self.source:
             return
         name = f"<reward {self.name}>"
-        self.function.__code__ = code.replace(co_filename=name)
+        inner.__code__ = code.replace(co_filename=name)
         lines = ["\n"] * (code.co_firstlineno - 1) + self.source.splitlines(keepends=True)
         linecache.cache[name] = (len(self.source), None, lines, name)
 
@@ -143,7 +141,7 @@ def from_reference(reference: str) -> RewardFunction:
             if place.endswith(".py")
             else importlib.import_module(place)
         )
-    except (ImportError, FileNotFoundError) as error:
+    except (ImportError, FileNotFoundError, SyntaxError) as error:
         raise RewardError(
             f"reward.parts: {reference}: {place} cannot be imported ({error})"
         ) from error
@@ -160,7 +158,12 @@ def from_reference(reference: str) -> RewardFunction:
 def _checked(function: Callable[..., Any], name: str | None) -> RewardFunction:
     called = str(name or getattr(function, "__name__", type(function).__name__))
     called = "reward" if called == "<lambda>" else called
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"reward {called}: is {function!r}, whose parameters cannot be read; give a function"
+        ) from error
     names = {p.name for p in parameters}
     style: Style = "batched" if names & {"prompts", "responses"} else "single"
     own = OWN_PARAMETERS[style]
@@ -183,7 +186,7 @@ def _checked(function: Callable[..., Any], name: str | None) -> RewardFunction:
         name=called,
         function=function,
         style=style,
-        is_async=inspect.iscoroutinefunction(function),
+        is_async=inspect.iscoroutinefunction(_inner(function)),
         own=tuple(n for n in own if n in names),
         columns=tuple(p.name for p in named if p.default is p.empty),
         optional=tuple(p.name for p in named if p.default is not p.empty),
@@ -196,7 +199,7 @@ def _checked(function: Callable[..., Any], name: str | None) -> RewardFunction:
 
 def _source(function: Callable[..., Any]) -> str:
     try:
-        return inspect.getsource(function)
+        return inspect.getsource(_inner(function))
     except (OSError, TypeError):
         return ""
 
@@ -211,24 +214,73 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
+def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, where a partial, a method or an object with `__call__` was given."""
+    found: Any = function
+    while isinstance(found, functools.partial):
+        found = found.func
+    if not inspect.isroutine(found) and not inspect.isclass(found):
+        found = found.__call__
+    return getattr(found, "__func__", found)  # type: ignore[no-any-return]
+
+
+def _modules_to_send(function: Callable[..., Any]) -> list[ModuleType]:
+    """The user's modules that a function may use: those of its package, of its folder and of the
+    working folder. Another process may lack them, or find them changed."""
+    folders, found = [os.getcwd()], []
+    own = sys.modules.get(getattr(_inner(function), "__module__", None) or "")
+    if own is not None and isinstance(own.__dict__.get("__file__"), str):
+        folders.append(os.path.dirname(os.path.abspath(own.__dict__["__file__"])))
+    if own is not None and _is_the_users(own):
+        found.append(sys.modules.get(own.__name__.partition(".")[0], own))
+    return found + [
+        module
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType) and _is_the_users(module) and _lies_in(folders, module)
+    ]
+
+
 def _is_the_users(module: ModuleType) -> bool:
-    """Whether a module is neither installed nor of Python's own, so that another process may lack
-    it."""
-    file = getattr(module, "__file__", None)
-    if module.__name__ == "__main__" or file is None or module.__name__.startswith("verl_lab"):
+    """Whether a module is neither installed nor of Python's own."""
+    file, package = module.__dict__.get("__file__"), module.__name__.partition(".")[0]
+    if package in ("__main__", "verl_lab") or not isinstance(file, str):
         return False  # cloudpickle takes what is defined in __main__ by value anyway
-    paths = sysconfig.get_paths()
-    installed = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return not any(Path(file).is_relative_to(place) for place in installed)
+    if {"site-packages", "dist-packages"} & set(file.split(os.sep)):
+        return False
+    return not any(
+        file.startswith(sysconfig.get_path(kind) + os.sep) for kind in ("stdlib", "platstdlib")
+    )
+
+
+def _lies_in(folders: list[str], module: ModuleType) -> bool:
+    file = os.path.abspath(module.__dict__["__file__"])
+    return any(file.startswith(os.path.join(folder, "")) for folder in folders)
+
+
+@contextmanager
+def _by_value(modules: list[ModuleType]) -> Iterator[None]:
+    """Pickles what the modules define, not their names; leaves alone what was so already."""
+    known = cloudpickle.list_registry_pickle_by_value()
+    added = {m.__name__: m for m in modules if sys.modules.get(m.__name__) is m}
+    added = {name: module for name, module in added.items() if name not in known}
+    for module in added.values():
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in added.values():
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _culprit(function: Callable[..., Any]) -> str:
     """The name of what a function uses and cannot be pickled."""
     try:
-        used = inspect.getclosurevars(function)
+        used = inspect.getclosurevars(_inner(function))
+        held = {**used.nonlocals, **used.globals}
     except TypeError:
-        return "what it holds"
-    for name, value in (*used.nonlocals.items(), *used.globals.items()):
+        held = {}
+    owner = getattr(function, "__self__", function)
+    for name, value in (*held.items(), *getattr(owner, "__dict__", {}).items()):
         try:
             cloudpickle.dumps(value)
         except Exception:  # this is the one

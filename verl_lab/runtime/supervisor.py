@@ -51,6 +51,7 @@ class Supervisor:
         self.peers: dict[str, Peer] = {}
         self.num_restarts: Counter[str] = Counter()
         self.on_change: Callable[[str, Peer], None] = lambda event, peer: None
+        self.target = "verl_lab.runtime.worker:run"
         self._server, self._where = server, surroundings
         self._specs: dict[str, WorkerSpec] = {}
         self._incarnations: Counter[str] = Counter()
@@ -125,7 +126,7 @@ class Supervisor:
         log = self._where.logs / f"{name}.log"
         peer = Peer(name, spec.device, address, log, self._where.memory)
         self.peers[name] = peer
-        peer.pid = self._server.fork("verl_lab.runtime.worker:run", spec.packed(), log)
+        peer.pid = self._server.fork(self.target, spec.packed(), log)
         if peer.pid in self._early_exits:
             self._ended(peer.pid, self._early_exits.pop(peer.pid))
         self.on_change("started", peer)

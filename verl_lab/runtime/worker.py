@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import socket
 import sys
@@ -60,6 +61,8 @@ def run(data: dict[str, Any]) -> NoReturn:
     """Runs a worker until it is killed or its lease ends."""
     spec = WorkerSpec.unpacked(data)
     settle(spec.cwd, spec.sys_path, spec.environment)
+    if spec.device.startswith("cuda") and _has_forked_cuda():
+        run_fresh(data)
     _leave_with(spec.lease)
     from verl_lab.runtime.devices import occupy
 
@@ -78,6 +81,24 @@ def run(data: dict[str, Any]) -> NoReturn:
     while True:  # also where the service could not be built: the controller ends this process then
         call = decode(socket_.recv_multipart())
         desk.answer(call.id, lambda call=call: desk.call(**call.body))  # type: ignore[misc]
+
+
+def run_fresh(data: dict[str, Any]) -> NoReturn:
+    """Becomes a new interpreter that runs the worker, for what cannot live in a forked one."""
+    spec = WorkerSpec.unpacked(data)
+    settle(spec.cwd, spec.sys_path, spec.environment)
+    path = Path(spec.spill, f"{spec.name}.json")
+    path.write_text(json.dumps(data))
+    search = os.pathsep.join(entry for entry in sys.path if entry)
+    command = [sys.executable, "-m", __name__, str(path)]
+    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": search})
+
+
+def _has_forked_cuda() -> bool:
+    """Whether CUDA was touched before this process was forked, so that it cannot be used here."""
+    import torch
+
+    return bool(torch.cuda._is_in_bad_fork())
 
 
 class Desk:
@@ -138,3 +159,10 @@ def _leave_with(lease: str) -> None:
         os._exit(3)
 
     threading.Thread(target=watch, name="lease", daemon=True).start()
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1])
+    text = given.read_text()
+    given.unlink()
+    run(json.loads(text))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_lab.errors import WorkerError
 from verl_lab.runtime import folder
-from verl_lab.runtime.launch.local import ForkServer, log_tail
+from verl_lab.runtime.launch.local import ENVIRONMENT, ForkServer, log_tail
 from verl_lab.session.client import Client
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def start_controller(
         "owner": owner,
         "cwd": os.getcwd(),
         "sys_path": [entry or os.getcwd() for entry in sys.path],
-        "environment": dict(os.environ),
+        "environment": {**ENVIRONMENT, **os.environ},
     }
     log = run_folder.logs / "controller.log"
     folder.session_folder(session_id)

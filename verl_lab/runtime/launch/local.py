@@ -17,6 +17,17 @@ from verl_lab.errors import WorkerError
 from verl_lab.runtime.launch import forkserver
 
 
+ENVIRONMENT = {
+    # OpenMP threads that spin for long beside a busy core make small operations ten times slower.
+    "GOMP_SPINCOUNT": "1000",
+    # MKL else adds up in another order when a matrix has other rows beside it.
+    "MKL_CBWR": "AUTO,STRICT",
+    # Asking NVML instead of CUDA whether there is a GPU leaves CUDA untouched before a fork.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""What our processes run under, where the user has not said otherwise."""
+
+
 class ForkServer:
     """One fork server, seen from the process that uses it. Thread-safe.
 
@@ -41,11 +52,7 @@ class ForkServer:
         command = [sys.executable, "-m", forkserver.__name__, str(theirs.fileno())]
         package_root = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-        # OpenMP threads that spin for long beside a busy core make small operations ten times
-        # slower.
-        # MKL else adds up in another order when a matrix has other rows beside it.
-        defaults = {"GOMP_SPINCOUNT": "1000", "MKL_CBWR": "AUTO,STRICT"}
-        environment = {**defaults, **os.environ, "PYTHONPATH": path}
+        environment = {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
         with theirs, log.open("ab") as output:
             process = subprocess.Popen(
                 command,
