@@ -16,7 +16,6 @@ from typing import Any
 from verl_lab.errors import WorkerError
 from verl_lab.runtime.launch import forkserver
 
-
 ENVIRONMENT = {
     # OpenMP threads that spin for long beside a busy core make small operations ten times slower.
     "GOMP_SPINCOUNT": "1000",
