@@ -78,9 +78,13 @@ def test_policies_that_are_far_apart_are_bounded(estimator, values, slopes):
     assert policy.grad.tolist() == slopes
 
 
-def test_policies_beyond_the_range_of_floats_stay_finite():
-    far = kl(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]), "k3")
-    assert far.tolist() == [10.0, 10.0]
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "straight_through"])
+def test_policies_beyond_the_range_of_floats_stay_finite_and_get_no_gradient(estimator):
+    policy = torch.tensor([0.0, -500.0], requires_grad=True)
+    far = kl(policy, torch.tensor([-500.0, 0.0]), estimator)
+    far.sum().backward()
+    assert far.abs().tolist() == [10.0, 10.0]
+    assert policy.grad.tolist() == [0.0, 0.0]
 
 
 def test_k3_of_policies_that_almost_agree_is_neither_negative_nor_lost_to_rounding():

@@ -31,7 +31,8 @@ def test_chunks_change_neither_values_nor_gradients(chunk_tokens):
     def gradients(logprobs):
         return torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
 
-    dense, entropy = token_logprobs(hidden @ weight.T, ids, 0.7)
+    whole = (hidden @ weight.T / 0.7).log_softmax(-1)
+    dense, entropy = whole[torch.arange(7), ids], -(whole.exp() * whole).sum(-1)
     found, found_entropy = chunked_logprobs(
         hidden, lambda h: h @ weight.T, ids, temperature=0.7, chunk_tokens=chunk_tokens
     )

@@ -93,9 +93,11 @@ def test_approx_kl_of_policies_that_almost_agree_is_not_lost_to_rounding():
     assert metrics["approx_kl"].item() == pytest.approx(5e-9, rel=0.01)  # d^2 / 2
 
 
-def test_an_update_without_a_token_that_trains_is_zero():
-    mask = torch.zeros(6, dtype=torch.bool)
-    loss, metrics = ppo_policy_loss(NEW, OLD, ADVANTAGES, mask, mask.double(), num_tokens=0)
+@pytest.mark.parametrize("length", [0, 6])
+def test_an_update_without_a_token_that_trains_is_zero(length):
+    mask = torch.zeros(length, dtype=torch.bool)
+    inputs = (NEW[:length], OLD[:length], ADVANTAGES[:length])
+    loss, metrics = ppo_policy_loss(*inputs, mask, mask.double(), num_tokens=0)
     assert loss == 0
     assert {name: value.item() for name, value in metrics.items()} == {
         "clip_fraction": 0,

@@ -151,6 +151,11 @@ def test_a_prompt_that_is_in_the_data_twice_is_never_in_both_sets(settings, toke
     assert not set(prompts.train.peek(32)["prompt"]) & set(prompts.heldout["prompt"])
 
 
+def test_a_prompt_that_is_the_only_one_is_trained_on(settings, tokenizer):
+    prompts = load_prompts(settings(data={"prompts": ["1+1="] * 10}), tokenizer)
+    assert (len(prompts.train), len(prompts.heldout)) == (10, 0)
+
+
 def test_chat_messages_become_the_text_that_the_policy_reads_and_are_kept(settings, tmp_path):
     messages = [{"role": "user", "content": "1+1="}]
     path = tmp_path / "chat.parquet"

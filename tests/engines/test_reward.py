@@ -3,7 +3,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from verl_lab.batch.columns import Batch
 from verl_lab.config.load import load_config
@@ -148,8 +152,8 @@ def classifier(tmp_path):
 
     def make(kind=LlamaForSequenceClassification, template=None, pad_token="<pad>", **more):
         coder = tokenizer()
-        coder.pad_token, coder.padding_side, coder.chat_template = pad_token, "left", template
-        config = LlamaConfig(
+        coder.pad_token, coder.chat_template = pad_token, template
+        config = kind.config_class(
             vocab_size=len(coder),
             hidden_size=16,
             intermediate_size=16,
@@ -161,6 +165,8 @@ def classifier(tmp_path):
         model = kind(config).eval()
         model.save_pretrained(tmp_path)
         coder.save_pretrained(tmp_path)
+        file = tmp_path / "tokenizer_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "padding_side": "left"}))
         return model, coder
 
     return make
@@ -171,6 +177,7 @@ def classifier(tmp_path):
     [
         {},
         {"num_labels": 2},
+        {"kind": BertForSequenceClassification},  # scores at its first token
         {"pad_token_id": 5},  # the tokenizer pads with another token than the model knows
         {"pad_token_id": None},
         {"pad_token_id": None, "pad_token": None},

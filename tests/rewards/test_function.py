@@ -140,10 +140,21 @@ def test_a_cell_may_use_a_module_of_the_working_folder(tmp_path, monkeypatch):
     assert elsewhere(reward(scope["score"])) == "2"
 
 
-def test_pickling_leaves_no_module_registered():
-    before = cloudpickle.list_registry_pickle_by_value()
-    reward(lambda response: 0.0)
-    assert cloudpickle.list_registry_pickle_by_value() == before
+def test_pickling_registers_no_module_for_good_and_keeps_what_was(tmp_path, monkeypatch):
+    for name in ("my_fresh", "my_known"):
+        (tmp_path / f"{name}.py").write_text("def score(response):\n    return 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_fresh
+    import my_known
+
+    cloudpickle.register_pickle_by_value(my_known)
+    try:
+        reward(my_fresh.score)
+        registered = cloudpickle.list_registry_pickle_by_value()
+        assert "my_fresh" not in registered
+        assert "my_known" in registered
+    finally:
+        cloudpickle.unregister_pickle_by_value(my_known)
 
 
 class Bonus:

@@ -26,6 +26,10 @@ class Echo:
             time.sleep(seconds)
         return "slept"
 
+    def report_and_sleep(self, seconds):
+        self.report({"call": "user"})
+        time.sleep(seconds)
+
     def fail(self):
         return {}["missing"]
 

@@ -114,6 +114,19 @@ def test_progress_reports_are_signs_of_life(run_with_workers):
     run_with_workers(scenario)
 
 
+def test_the_first_sign_of_life_may_take_longer_and_then_the_deadline_counts(run_with_workers):
+    async def scenario(supervisor):
+        peer = await echo(supervisor)
+        slow_start = await peer.call("sleep", 0.6, deadline_s=0.2, grace_s=10)
+        assert slow_start == "slept"
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"no sign of life for 0\.3 s"):
+            await peer.call("report_and_sleep", 10, deadline_s=0.3, grace_s=60)
+        assert time.monotonic() - began < 5
+
+    run_with_workers(scenario)
+
+
 def test_an_error_of_ours_is_raised_as_itself_with_the_workers_traceback(run_with_workers):
     async def scenario(supervisor):
         peer = await echo(supervisor)

@@ -172,6 +172,10 @@ def test_a_reward_that_hangs_costs_its_sample_the_fallback_and_is_counted(open_s
     batch = session.score(session.rollout(session.prompts(1)))
     assert batch["reward"] == [1, 1, -3, 1]
     assert session.status()["state"] == "idle"
+    with _reader(session) as reader:
+        events = reader.events()
+    text = events[events["kind"] == "reward_error"]["text"].iloc[0]
+    assert "in slow" in text, "where it hung"
 
 
 def test_a_reward_that_raises_is_counted_and_its_traceback_is_in_the_records(open_session):

@@ -10,7 +10,6 @@ import typer
 from verl_lab.cli.terminal import print_line
 from verl_lab.config.load import load_config, start_problems
 from verl_lab.config.plan import plan
-from verl_lab.data.tasks import task_problems
 from verl_lab.errors import ConfigError
 
 
@@ -26,6 +25,8 @@ def check(
 
     Example: verl-lab check --config configs/quickstart.yaml rollout.group_size=16
     """
+    from verl_lab.data.tasks import task_problems
+
     settings = load_config(config, overrides or [])
     problems = [*start_problems(settings), *task_problems(settings.task, is_deep=True)]
     if problems:

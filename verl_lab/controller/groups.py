@@ -298,6 +298,7 @@ class RewardGroup(Group):
                         job.batch.take(left),
                         job.part,
                         deadline_s=job.config.reward.timeout_s,
+                        grace_s=SILENCE_S,  # the user's time begins with the first report
                         on_report=on_report,
                     )
             except (WorkerError, DeadlineError) as error:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
-
 from verl_lab.errors import DataError
 
 TUPLE = "__tuple__"
@@ -44,7 +42,7 @@ def _marked(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, np.generic):
+    if getattr(value, "shape", None) == ():  # of numpy, which this file need not import
         return value.item()
     raise DataError(
         f"task: a problem holds {value!r}, a {type(value).__name__}, which cannot be kept beside "

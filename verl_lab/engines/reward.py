@@ -107,6 +107,7 @@ class RewardService:
         async def all_at_once() -> list[Any]:
             return await asyncio.gather(*(function(**row) for row in rows), return_exceptions=True)
 
+        self._report({"call": function.name})
         results = asyncio.run(all_at_once())
         return [
             self._failed(result, stats) if isinstance(result, Exception) else result
@@ -118,6 +119,7 @@ class RewardService:
         columns = {name: batch[name] for name in function.arguments(batch.names)}
         arguments = {**columns, **{name: own[name] for name in function.own}}
         try:
+            self._report({"call": function.name})
             result = function(**arguments)
             if function.is_async:
                 result = asyncio.run(result)

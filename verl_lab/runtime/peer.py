@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +29,10 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 class _Call:
-    def __init__(self, what: str, on_report: Progress | None) -> None:
+    def __init__(self, what: str, on_report: Progress | None, grace_s: float = 0.0) -> None:
         self.what, self.on_report = what, on_report
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.alive_at = time.monotonic()
+        self.alive_at = time.monotonic() + grace_s
 
 
 class Peer:
@@ -69,10 +71,19 @@ class Peer:
         method: str,
         *args: Any,
         deadline_s: float,
+        grace_s: float = 0.0,
         on_report: Progress | None = None,
         **kwargs: Any,
     ) -> Any:
         """The result of one method of the worker's service.
+
+        Args:
+            method: its name.
+            args: plain data and batches.
+            deadline_s: longest time without a sign of life.
+            grace_s: how much longer the first sign of life may take.
+            on_report: is told of progress.
+            kwargs: plain data and batches.
 
         Raises:
             WorkerError: it died, or raised something that is not ours.
@@ -82,7 +93,7 @@ class Peer:
         if not self.is_alive:
             raise self._death()
         number = next(self._numbers)
-        self._calls[number] = _Call(method, on_report)
+        self._calls[number] = _Call(method, on_report, grace_s)
         body = {"method": method, "args": args, "kwargs": kwargs}
         frames = encode(Message("call", number, body), self._spill)
         # Sending blocks for ever where the other end has just died, so it is not waited for alone.
@@ -107,16 +118,26 @@ class Peer:
         try:
             while True:
                 left = call.alive_at + deadline_s - time.monotonic()
-                done, _ = await asyncio.wait([call.result], timeout=max(left, 0.0))
+                # In slices: a report may end the grace, and bring the deadline nearer.
+                patience = min(max(left, 0.0), deadline_s / 4)
+                done, _ = await asyncio.wait([call.result], timeout=patience)
                 if done:
                     return call.result.result()
                 if time.monotonic() - call.alive_at >= deadline_s:
+                    await self._dump_stack()
                     raise DeadlineError(
                         f"{self.name}: gave no sign of life for {deadline_s:g} s during "
                         f"`{call.what}`; its log is {self.log}\n{log_tail(self.log, 20)}"
                     )
         finally:
             self._calls.pop(number, None)
+
+    async def _dump_stack(self) -> None:
+        """Has the worker write into its log where it is."""
+        if self.is_alive and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+                await asyncio.sleep(0.1)
 
     async def _read(self) -> None:
         while True:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from verl_lab.runtime.launch.forkserver import show_stacks
 from verl_lab.runtime.messages import Message, decode, describe_error, encode
 
 REPORT_EVERY_S = 0.1
@@ -134,7 +135,7 @@ class Desk:
     def report(self, progress: dict[str, Any]) -> None:
         """Sends progress of the call under way, which also is a sign of life."""
         now = time.monotonic()
-        if "row" in progress or now - self._reported_at >= REPORT_EVERY_S:
+        if progress.keys() & {"row", "call"} or now - self._reported_at >= REPORT_EVERY_S:
             self._reported_at = now
             self._send(Message("report", self._id, progress))
 
@@ -162,6 +163,7 @@ def _leave_with(lease: str) -> None:
 
 
 if __name__ == "__main__":
+    show_stacks()
     given = Path(sys.argv[1])
     text = given.read_text()
     given.unlink()

@@ -141,7 +141,7 @@ class PolicyTrainer:
             )
             loss.backward()  # type: ignore[no-untyped-call]
             mask = _mask(packed)
-            metrics["policy/entropy"] = torch.where(mask, entropy, 0.0).sum() / num_tokens
+            metrics["policy/entropy"] = torch.where(mask, entropy, 0.0).sum() / max(num_tokens, 1)
             _add(sums, metrics)
             for row, values in zip(rows, unpack(before, part), strict=True):
                 old[row] = values
@@ -235,7 +235,7 @@ def _loss(
         reference = torch.where(mask, packed.tokens["ref_logprobs"].to(logprobs.dtype), 0.0)
         divergence = kl(torch.where(mask, logprobs, 0.0), reference, settings.kl_estimator)
         loss = loss + settings.kl_coef * (weights * divergence).sum()
-        metrics["policy/kl_ref"] = divergence.detach().sum() / num_tokens
+        metrics["policy/kl_ref"] = divergence.detach().sum() / max(num_tokens, 1)
     return loss, metrics
 
 

@@ -116,6 +116,11 @@ def redirect(log: str) -> None:
     os.close(null)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    show_stacks()
+
+
+def show_stacks() -> None:
+    """Writes this process's stacks to its error output on SIGUSR1, and when it crashes."""
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
