@@ -127,7 +127,7 @@ class Peer:
                     await self._dump_stack()
                     raise DeadlineError(
                         f"{self.name}: gave no sign of life for {deadline_s:g} s during "
-                        f"`{call.what}`; its log is {self.log}\n{log_tail(self.log, 20)}"
+                        f"`{call.what}`; its log is {self.log}\n{log_tail(self.log)}"
                     )
         finally:
             self._calls.pop(number, None)
