@@ -202,10 +202,14 @@ def test_a_score_that_is_no_number_fails_the_run_and_a_mended_reward_goes_on(ope
     assert session.metrics.index.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_column_that_the_data_lacks_is_named(open_session):
+def test_a_column_that_the_data_lacks_is_named_before_anything_is_trained(open_session):
     session = open_session(reward=lambda response, solution: 0.0)
     with pytest.raises(RewardError, match="needs the column 'solution'; the data has"):
-        session.train().wait(60)
+        session.start()
+    other = open_session()
+    with pytest.raises(RewardError, match="needs the column 'solution'"):
+        other.set_reward(lambda response, solution: 0.0)
+    assert "reward/task" in other.score(other.rollout()), "the old reward is still there"
 
 
 def test_rewinding_gives_the_same_steps_again_and_a_changed_knob_gives_others(open_session):

@@ -18,7 +18,7 @@ from verl_lab.config.load import dump_config, set_knob
 from verl_lab.config.schema import LabConfig
 from verl_lab.controller.experiment import Experiment
 from verl_lab.controller.loop import synchronous
-from verl_lab.errors import StateError, WorkerError
+from verl_lab.errors import RewardError, StateError, WorkerError
 from verl_lab.runtime.messages import describe_error
 from verl_lab.runtime.peer import cancelled
 
@@ -245,7 +245,13 @@ class Conductor:
         async def apply() -> None:
             lab = self.experiment.lab
             old = lab.parts
+            before = lab.functions
             await lab.set_rewards(parts, functions)
+            try:
+                await self.experiment.check_rewards()
+            except RewardError:
+                await lab.set_rewards(old, before)
+                raise
             self.experiment.history.intervention(lab.step + 1, "reward.parts", old, parts)
 
         await self._at_boundary(apply)

@@ -23,6 +23,11 @@ from verl_lab.runtime.supervisor import Supervisor
 from verl_lab.store.folder import RunFolder
 
 log = logging.getLogger("experiment")
+SAMPLED = (
+    "sample_id", "response", "response_ids", "response_mask", "rollout_logprobs", "finish_reason",
+    "weights_version",
+)  # fmt: skip
+"""The columns that a rollout adds."""
 
 
 class Experiment:
@@ -72,6 +77,7 @@ class Experiment:
                 "num_too_long": self.prompts.num_too_long,
             },
         )
+        await self.check_rewards()
         if is_resume:
             newest = self.history.newest()
             await self.return_to(newest, f"resume from {newest.name if newest else 'the start'}")
@@ -79,6 +85,11 @@ class Experiment:
             self.history.begin(0, "start")
             await self.lab.sync_weights()
             self.lab.metrics.clear()
+
+    async def check_rewards(self) -> None:
+        """Raises if a reward function needs a column that the samples will not have."""
+        names = {*self.prompts.train.peek(1).names, *SAMPLED}
+        await self.lab.reward_group.check_columns(sorted(names))
 
     def close(self) -> None:
         """Closes the records."""

@@ -260,6 +260,10 @@ class RewardGroup(Group):
             )
         )
 
+    async def check_columns(self, names: list[str]) -> None:
+        """Raises if a reward function needs a column that is not among `names`."""
+        await self.peers[0].call("check_columns", names, deadline_s=SILENCE_S)
+
     async def score(
         self, batch: Batch, part: str, config: LabConfig, *, progress: Progress, span: Spans
     ) -> tuple[np.ndarray[Any, Any], ScoreCounts]:

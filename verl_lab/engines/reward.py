@@ -65,6 +65,11 @@ class RewardService:
         model = self._config.reward_model
         self._model = None if model is None else RewardModel(model.name_or_path, device)
 
+    def check_columns(self, names: list[str]) -> None:
+        """Raises a RewardError if a function needs a column that is not among `names`."""
+        for function in self._functions.values():
+            function.check_columns(names)
+
     def score(self, batch: Batch, part: str) -> tuple[Batch, dict[str, Any]]:
         """Adds `reward/<part>`.
 
