@@ -19,6 +19,19 @@ def test_a_row_over_the_limit_gets_a_micro_batch_of_its_own():
     assert micro_batches([5, 300, 4], 100) == [[1], [0, 2]]
 
 
+def test_micro_batches_are_even_where_as_few_even_ones_fit():
+    assert micro_batches([6, 4, 1, 1], 8) == [[0], [1, 2, 3]]
+    assert micro_batches([2] * 6, 10) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_micro_batches_stay_few_where_even_ones_would_not_fit():
+    assert micro_batches([3, 3, 2, 2, 2], 6) == [[0, 1], [2, 3, 4]]
+
+
+def test_no_rows_need_no_micro_batch():
+    assert micro_batches([], 10) == []
+
+
 def test_the_split_by_hand():
     assert micro_batches([5, 3, 9, 2, 2], 7) == [[2], [0, 3], [1, 4]]
 

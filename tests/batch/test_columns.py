@@ -34,6 +34,27 @@ def test_a_token_column_of_another_length_is_refused_with_its_row(batch):
         batch.with_columns({"response_ids": [[1, 2], [3], [4]]})
 
 
+def test_a_row_without_token_values_is_refused(batch):
+    with pytest.raises(ShapeError, match="advantages: row 1 has no values for the 1 tokens"):
+        batch.with_columns({"advantages": [[0.0, 0.0], None, [0.0] * 3]})
+
+
+def test_a_missing_token_is_refused_instead_of_becoming_a_number(batch):
+    with pytest.raises(ShapeError, match="prompt_ids: a value is missing within a row"):
+        batch.with_columns({"prompt_ids": [[1, None], [2], [3]]}).lists("prompt_ids")
+
+
+def test_a_mask_needs_a_value_a_row(batch):
+    with pytest.raises(ShapeError, match=r"mask: has shape \(2,\) for 3 rows"):
+        batch.filter([True, False])
+
+
+def test_batches_whose_columns_differ_in_type_cannot_be_joined(batch):
+    other = batch.select(["prompt"]).with_columns({"answer": ["x"] * 3})
+    with pytest.raises(ShapeError, match=r"Batch.concat: .*answer.* give the column one type"):
+        Batch.concat([batch.with_columns({"answer": [1, 2, 3]}), other])
+
+
 def test_a_column_needs_a_value_a_row(batch):
     with pytest.raises(ShapeError, match="reward: has 2 values for 3 rows"):
         batch.with_columns({"reward": [1, 2]})
@@ -99,6 +120,8 @@ def test_the_notebook_view_escapes_what_a_model_wrote():
 def test_values_that_fit_no_column_are_refused_by_name():
     with pytest.raises(ShapeError, match="response_ids: cannot be a column"):
         Batch.from_dict({"response_ids": [["x"]]})
+    with pytest.raises(ShapeError, match="reward: cannot be a column of double"):
+        Batch.from_dict({"reward": pa.array(["x"])})
 
 
 def test_numpy_rows_make_ragged_columns():

@@ -58,6 +58,11 @@ def test_an_empty_row_is_refused_by_its_number(column):
         pack(Batch.from_dict(rows), "cpu")
 
 
+def test_a_batch_without_rows_is_refused(batch):
+    with pytest.raises(ShapeError, match="batch: has no rows"):
+        pack(batch.slice(0, 0), "cpu")
+
+
 def test_only_token_columns_can_be_packed(batch):
     with pytest.raises(ShapeError, match="reward: no token column"):
         pack(batch.with_columns({"reward": np.zeros(2)}), "cpu", ["reward"])

@@ -76,7 +76,12 @@ class Batch:
         """The rows of all, in order."""
         if not batches:
             raise ShapeError("Batch.concat: got no batch; give at least one")
-        return cls(pa.concat_tables([b.table for b in batches], promote_options="default"))
+        try:
+            return cls(pa.concat_tables([b.table for b in batches], promote_options="default"))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ShapeError(
+                f"Batch.concat: {error}; give the column one type in all batches"
+            ) from error
 
     @classmethod
     def from_ipc(cls, buffer: Any) -> Batch:
@@ -132,6 +137,8 @@ class Batch:
             raise ShapeError(f"{name}: is {column.type}, not a list a row")
         if column.null_count:
             raise ShapeError(f"{name}: row {column.is_null().to_pylist().index(True)} has none")
+        if column.flatten().null_count:
+            raise ShapeError(f"{name}: a value is missing within a row; give each token one")
         offsets = column.offsets.to_numpy()
         flat = column.values.to_numpy(zero_copy_only=False)
         return [flat[a:b] for a, b in itertools.pairwise(offsets)]
@@ -187,7 +194,10 @@ class Batch:
 
     def filter(self, mask: Any) -> Batch:
         """The rows where `mask` is true."""
-        return Batch(self.table.filter(pa.array(np.asarray(mask, dtype=bool))))
+        keep = np.asarray(mask, dtype=bool)
+        if keep.shape != (len(self),):
+            raise ShapeError(f"mask: has shape {keep.shape} for {len(self)} rows; give one a row")
+        return Batch(self.table.filter(pa.array(keep)))
 
     def slice(self, start: int, length: int) -> Batch:
         """Up to `length` rows from `start` on."""
@@ -210,16 +220,16 @@ class Batch:
             return
         if "response_ids" in names:
             names = [name for name in self.names if name in TOKEN_COLUMNS]
-        expected = pa.compute.list_value_length(self._column("response_ids")).to_numpy()
+        expected = _row_lengths(self._column("response_ids"))
         for name in names:
-            lengths = pa.compute.list_value_length(self._column(name)).to_numpy()
+            lengths = _row_lengths(self._column(name))
             wrong = np.flatnonzero(lengths != expected)
             if len(wrong):
                 row = int(wrong[0])
+                found = "no" if lengths[row] < 0 else lengths[row]
                 raise ShapeError(
-                    f"{name}: row {row} has {lengths[row]} values for the {expected[row]} tokens "
-                    f"of "
-                    f"response_ids; a token column has one value a response token"
+                    f"{name}: row {row} has {found} values for the {expected[row]} tokens of "
+                    "response_ids; a token column has one value a response token"
                 )
 
     def __repr__(self) -> str:
@@ -239,12 +249,18 @@ class Batch:
 
 def _array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:
     kind = COLUMNS.get(name, pa.float64() if name.startswith("reward/") else None)
-    if isinstance(values, pa.Array | pa.ChunkedArray):
-        return values if kind is None else values.cast(kind)
     try:
+        if isinstance(values, pa.Array | pa.ChunkedArray):
+            return values if kind is None else values.cast(kind)
         return pa.array(values, type=kind)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise ShapeError(f"{name}: cannot be a column of {kind or 'one type'}: {error}") from error
+
+
+def _row_lengths(column: pa.ChunkedArray) -> np.ndarray[Any, Any]:
+    """Values in each row; -1 where a row is missing."""
+    lengths = pa.compute.fill_null(pa.compute.list_value_length(column), -1)
+    return lengths.to_numpy()  # type: ignore[no-any-return]
 
 
 def _short(value: Any) -> str:

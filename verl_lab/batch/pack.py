@@ -44,8 +44,11 @@ def pack(batch: Batch, device: str | torch.device, columns: Sequence[str] = ()) 
     """Packs all rows of a batch, with the token columns named.
 
     Raises:
-        ShapeError: a prompt or a response is empty, or a column is no token column.
+        ShapeError: there is no row, a prompt or a response is empty, or a column is no token
+            column.
     """
+    if not len(batch):
+        raise ShapeError("batch: has no rows; pack at least one")
     prompts, responses = batch.lists("prompt_ids"), batch.lists("response_ids")
     prompt_lengths, response_lengths = _lengths(prompts), _lengths(responses)
     for name, lengths in (("prompt_ids", prompt_lengths), ("response_ids", response_lengths)):

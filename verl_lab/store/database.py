@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from verl_lab.errors import DataError
 from verl_lab.store.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -36,10 +41,15 @@ CREATE TABLE IF NOT EXISTS workers (
     id INTEGER PRIMARY KEY, name TEXT, role TEXT, device TEXT, pid INTEGER,
     started REAL, ended REAL, exit_code INTEGER);
 """
-VISIBLE = (
-    "NOT EXISTS (SELECT 1 FROM attempts AS later "
-    "WHERE later.attempt > rows.attempt AND later.from_step < rows.step)"
-)
+VISIBLE = """
+WITH visible AS (
+    SELECT attempt, coalesce(
+        (SELECT min(from_step) FROM attempts AS later WHERE later.attempt > attempts.attempt),
+        9223372036854775807) AS last
+    FROM attempts)
+"""
+"""The last step of each attempt that later ones leave visible. Joined first, so that the metrics
+are looked up by their key instead of read through."""
 
 
 class Recorder:
@@ -63,19 +73,16 @@ class Recorder:
         return self.attempt
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records metrics of a step, and the spans since the last call, in one transaction."""
+        """Records metrics of a step, and the spans since the last call, in one transaction.
+
+        If it fails, none of them are recorded, and the spans wait for the next call.
+        """
+        assert self.attempt >= 0, "begin_attempt comes before the first step"
         rows = [
             (self.attempt, step, name, None if math.isnan(value) else float(value))
             for name, value in metrics.items()
         ]
-        self._db.execute("BEGIN")
-        self._db.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?)", rows)
-        self._db.executemany(
-            "INSERT INTO spans VALUES (NULL, ?, ?, ?, ?, ?, ?)",
-            self._spans,
-        )
-        self._db.execute("COMMIT")
-        self._spans.clear()
+        self._write(rows)
 
     def event(self, kind: str, text: str, step: int | None = None) -> None:
         """Records that something happened."""
@@ -114,15 +121,31 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Closes the database; readers may go on."""
-        self._db.close()
+        """Writes the spans still held and closes the database; readers may go on."""
+        try:
+            if self._spans:
+                self._write([])
+        finally:
+            self._db.close()
+
+    def _write(self, metrics: list[tuple[Any, ...]]) -> None:
+        with self._db:  # commits, or rolls back what failed
+            self._db.execute("BEGIN")
+            self._db.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?)", metrics)
+            self._db.executemany("INSERT INTO spans VALUES (NULL, ?, ?, ?, ?, ?, ?)", self._spans)
+        self._spans.clear()
 
 
 class Reader:
     """A look at the records, from any process, while they grow. A run that has none yet is
-    empty."""
+    empty.
+
+    Raises:
+        DataError: the file is damaged or no database.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
         self._db = _open(folder)
 
     def metrics(self, after_step: int = -1) -> pd.DataFrame:
@@ -130,42 +153,47 @@ class Reader:
         import pandas as pd
 
         rows = self._query(
-            f"SELECT step, name, value FROM metrics AS rows WHERE step > ? AND {VISIBLE}",
+            f"{VISIBLE} SELECT step, name, value FROM visible CROSS JOIN metrics USING (attempt) "
+            "WHERE step > ? AND step <= last ORDER BY attempt",
             (after_step,),
         )
         frame = pd.DataFrame(rows, columns=["step", "name", "value"])
-        wide = frame.pivot_table(
-            index="step", columns="name", values="value", aggfunc="last", dropna=False
-        )
+        frame = frame.drop_duplicates(["step", "name"], keep="last")  # the later attempt's
+        wide = frame.pivot(index="step", columns="name", values="value")
         wide.columns.name = None
         return wide.astype(float)
 
     def latest(self) -> tuple[int, dict[str, float]]:
         """The last step recorded and its metrics; step 0 and none for a new run."""
         rows = self._query(
-            f"SELECT step, name, value FROM metrics AS rows WHERE {VISIBLE} "
-            "ORDER BY step DESC LIMIT 400"
+            f"{VISIBLE} SELECT step, name, value FROM visible CROSS JOIN metrics USING (attempt) "
+            "WHERE +step <= last AND step = ("  # with `+` the equality is what is looked up
+            "SELECT max((SELECT max(step) FROM metrics AS rows "
+            "WHERE rows.attempt = visible.attempt AND rows.step <= visible.last)) FROM visible) "
+            "ORDER BY attempt"
         )
         if not rows:
             return 0, {}
-        last = rows[0][0]
-        return last, {n: math.nan if v is None else v for step, n, v in rows if step == last}
+        return rows[0][0], {n: math.nan if value is None else value for _, n, value in rows}
 
     def evaluations(self) -> list[int]:
         """The steps that have an evaluation."""
         rows = self._query(
-            "SELECT DISTINCT step FROM metrics AS rows "
-            f"WHERE name = 'eval/reward' AND {VISIBLE} ORDER BY step"
+            f"{VISIBLE} SELECT DISTINCT step FROM visible CROSS JOIN metrics USING (attempt) "
+            "WHERE name = 'eval/reward' AND step <= last ORDER BY step"
         )
         return [row[0] for row in rows]
 
     def visible_attempt(self, step: int) -> int:
-        """The attempt whose row of a step is visible."""
+        """The attempt whose samples of a step are visible.
+
+        That is the last one that began before it. A later one that began from this very step may
+        have evaluated it, but did not train it.
+        """
         rows = self._query(
-            f"SELECT max(attempt) FROM metrics AS rows WHERE step = ? AND {VISIBLE}",
-            (step,),
+            "SELECT coalesce(max(attempt), 0) FROM attempts WHERE from_step < ?", (step,)
         )
-        return int(rows[0][0]) if rows and rows[0][0] is not None else 0
+        return int(rows[0][0]) if rows else 0
 
     def attempts(self) -> pd.DataFrame:
         """Where the run began, was resumed or rewound."""
@@ -211,6 +239,8 @@ class Reader:
 
     def _query(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         if self._db is None:
+            self._db = _open(self._folder)
+        if self._db is None:
             return []
         try:
             return self._db.execute(sql, values).fetchall()
@@ -221,14 +251,37 @@ class Reader:
 
 
 def _open(folder: RunFolder) -> sqlite3.Connection | None:
-    """Read-only; a folder that cannot be written to is read without its write-ahead log's lock
-    file."""
-    if not folder.database.exists():
+    """A connection that cannot write, or None where there is no database yet."""
+    path = folder.database
+    if not path.exists():
         return None
-    address = folder.database.absolute().as_uri()
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)
     try:
-        db = sqlite3.connect(f"{address}?mode=ro", uri=True, timeout=10)
         db.execute("SELECT 1 FROM sqlite_master").fetchall()
-    except sqlite3.OperationalError:
-        db = sqlite3.connect(f"{address}?immutable=1", uri=True)
+    except sqlite3.DatabaseError as error:
+        db.close()
+        code = error.sqlite_errorcode & 0xFF
+        if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+            return _copied(path)
+        if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            raise DataError(
+                f"{path}: cannot be read ({error}); copy the run folder from where it is whole"
+            ) from error
+        raise
     return db
+
+
+def _copied(database: Path) -> sqlite3.Connection:
+    """The whole database in memory.
+
+    SQLite reads a write-ahead log only with a lock file beside it, which in a read-only folder it
+    cannot make; `immutable` would read without the log, and miss all that is still in it.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in (database, database.with_name(f"{database.name}-wal")):
+            if path.exists():
+                shutil.copyfile(path, Path(scratch) / path.name)
+        memory = sqlite3.connect(":memory:")
+        with closing(sqlite3.connect(Path(scratch) / database.name)) as copy:
+            copy.backup(memory)
+    return memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.metadata
 import json
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_lab.errors import DataError
+from verl_lab.errors import ConfigError, DataError
 
 PACKAGES = ("verl-lab", "torch", "transformers", "accelerate", "safetensors", "pyarrow", "numpy")
 
@@ -57,8 +58,25 @@ class RunFolder:
     @classmethod
     def create(cls, runs_dir: str | Path, name: str | None, default_stem: str) -> RunFolder:
         """Claims a new folder: `name`, or `default_stem-<number>`; the next free number where it
-        is taken."""
-        root = Path(runs_dir)
+        is taken.
+
+        Raises:
+            ConfigError: `name` is no name for a folder, or `runs_dir` cannot hold one.
+        """
+        if name is not None and (not name.strip(".") or "/" in name or "\0" in name):
+            raise ConfigError(
+                f"name: {name!r} cannot be a folder's; leave out '/' or choose another"
+            )
+        try:
+            return cls._claim(Path(runs_dir), name, default_stem)
+        except OSError as error:
+            raise ConfigError(
+                f"runs_dir: {runs_dir} cannot hold a new run ({error.strerror}: {error.filename}); "
+                "choose another folder"
+            ) from error
+
+    @classmethod
+    def _claim(cls, root: Path, name: str | None, default_stem: str) -> RunFolder:
         root.mkdir(parents=True, exist_ok=True)
         number = 1
         while True:
@@ -95,7 +113,7 @@ class RunFolder:
 
     def exists(self) -> bool:
         """Whether there is a run."""
-        return self.config_path.exists() or self.database.exists()
+        return any(map(os.path.exists, (self.config_path, self.database)))
 
     def write_config(self, text: str) -> None:
         """Replaces the settings; readers see the old or the new ones, never half."""
@@ -107,12 +125,24 @@ class RunFolder:
 
 
 def list_runs(runs_dir: str | Path) -> list[RunFolder]:
-    """The runs in a folder, oldest first."""
+    """The runs in a folder that can be read, the one last changed at the end."""
     root = Path(runs_dir)
     if not root.is_dir():
         return []
     found = [RunFolder(path) for path in root.iterdir() if RunFolder(path).exists()]
-    return sorted(found, key=lambda run: run.path.stat().st_ctime)
+    return sorted(found, key=lambda run: (_changed(run), run.path.name))
+
+
+def _changed(run: RunFolder) -> float:
+    """When settings or records last changed, in seconds since the epoch.
+
+    The folder's own time will not do: a reader changes it, by the lock file of the database.
+    """
+    times = [0.0]
+    for path in (run.config_path, run.database):
+        with contextlib.suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 def environment() -> dict[str, Any]:

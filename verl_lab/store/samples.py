@@ -1,13 +1,15 @@
 """The samples of a run: one Parquet file a step, compacted as they grow many.
 
 `step-000012.a0.parquet` holds step 12 of attempt 0; `steps-000001-000064.a0.parquet` holds a row
-group for each of its steps. Files appear whole, by renaming. A crash in the middle of compaction
-leaves a step in two files, with the same rows; the single file is then the one that is read, and
-the next compaction removes it.
+group for each of its steps. Steps whose columns differ go to different files, so that each comes
+back as it was written. Files appear whole, by renaming. A crash in the middle of compaction leaves
+a step in two files; the single file is then the one that is read, and the next compaction takes it
+into the newest file, which is read before older ones.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -30,17 +32,22 @@ class SampleStore:
         self._path = folder.samples
 
     def write(self, step: int, attempt: int, batch: Batch) -> None:
-        """Writes a step's samples; compacts when there are many single files of the attempt."""
-        _write([_with_step(batch.table, step)], self._single(step, attempt))
+        """Writes a step's samples, if it has any; compacts when there are many single files of
+        the attempt."""
+        if not len(batch):
+            return
+        table = batch.with_columns({"step": [step] * len(batch)}).table
+        _write([table], self._single(step, attempt))
         singles = self._singles(attempt)
         if len(singles) >= COMPACT_FILES:
             self._compact(singles, attempt)
 
     def steps(self, attempt: int) -> list[int]:
         """The steps of an attempt that have samples."""
-        found = set(self._singles(attempt))
+        found = set(self._singles(attempt))  # first: a step moves from single files to compacted
         for path, _, _ in self._compacted(attempt):
-            found.update(_steps_of(pq.ParquetFile(path)))
+            with pq.ParquetFile(path) as file:
+                found.update(_steps_of(file))
         return sorted(found)
 
     def read(self, step: int, attempt: int) -> Batch:
@@ -49,24 +56,38 @@ class SampleStore:
         Raises:
             DataError: there are none.
         """
-        single = self._single(step, attempt)
-        if single.exists():
-            return Batch(pq.ParquetFile(single).read())
+        try:
+            with pq.ParquetFile(self._single(step, attempt)) as file:
+                return Batch(file.read())
+        except FileNotFoundError:
+            return self._read_compacted(step, attempt)
+
+    def _read_compacted(self, step: int, attempt: int) -> Batch:
         for path, first, last in self._compacted(attempt):
             if first <= step <= last:
-                file = pq.ParquetFile(path)
-                steps = _steps_of(file)
-                if step in steps:
-                    return Batch(file.read_row_group(steps.index(step)))
+                with pq.ParquetFile(path) as file:
+                    steps = _steps_of(file)
+                    if step in steps:
+                        return Batch(file.read_row_group(steps.index(step)))
         known = self.steps(attempt)
-        which = f"{known[0]} to {known[-1]} have some" if known else "no step has any yet"
-        raise DataError(f"samples: step {step} has none; {which}")
+        which = f"{known[0]} to {known[-1]} have some" if known else "no step of it has any yet"
+        raise DataError(f"samples: step {step} has none in attempt {attempt}; {which}")
 
     def _compact(self, singles: list[int], attempt: int) -> None:
-        tables = [pq.ParquetFile(self._single(step, attempt)).read() for step in singles]
-        name = f"steps-{singles[0]:06d}-{singles[-1]:06d}.a{attempt}.parquet"
-        schema = pa.unify_schemas([table.schema for table in tables], promote_options="default")
-        _write([_conform(table, schema) for table in tables], self._path / name)
+        alike: list[tuple[pa.Schema, list[int], list[pa.Table]]] = []
+        for step in singles:
+            with pq.ParquetFile(self._single(step, attempt)) as file:
+                table = file.read()
+            for schema, steps, tables in alike:
+                if schema.equals(table.schema):
+                    steps.append(step)
+                    tables.append(table)
+                    break
+            else:
+                alike.append((table.schema, [step], [table]))
+        for _, steps, tables in alike:
+            path = self._path / f"steps-{steps[0]:06d}-{steps[-1]:06d}.a{attempt}.parquet"
+            _write(tables, path, is_synced=True)
         for step in singles:
             self._single(step, attempt).unlink()
 
@@ -78,20 +99,21 @@ class SampleStore:
         return sorted(int(m[1]) for m in matches if m and int(m[2]) == attempt)
 
     def _compacted(self, attempt: int) -> list[tuple[Path, int, int]]:
-        matches = ((path, MANY.fullmatch(path.name)) for path in sorted(self._path.iterdir()))
-        return [(p, int(m[1]), int(m[2])) for p, m in matches if m and int(m[3]) == attempt]
+        """Compacted files with their first and last step, the newest first."""
+        matches = ((path, MANY.fullmatch(path.name)) for path in self._path.iterdir())
+        found = [(p, int(m[1]), int(m[2])) for p, m in matches if m and int(m[3]) == attempt]
+        return sorted(found, key=lambda file: (file[2], file[1]), reverse=True)
 
 
-def _write(tables: list[pa.Table], path: Path) -> None:
+def _write(tables: list[pa.Table], path: Path, *, is_synced: bool = False) -> None:
     draft = path.with_name(f".{path.name}")
     with pq.ParquetWriter(draft, tables[0].schema) as writer:
         for table in tables:
-            writer.write_table(table, row_group_size=max(1, table.num_rows))
+            writer.write_table(table, row_group_size=table.num_rows)
+    if is_synced:  # on disk before what it replaces is gone
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
     draft.replace(path)
-
-
-def _with_step(table: pa.Table, step: int) -> pa.Table:
-    return Batch(table).with_columns({"step": [step] * table.num_rows}).table
 
 
 def _steps_of(file: pq.ParquetFile) -> list[int]:
@@ -103,10 +125,3 @@ def _steps_of(file: pq.ParquetFile) -> list[int]:
         int(file.metadata.row_group(i).column(leaf).statistics.min)
         for i in range(file.metadata.num_row_groups)
     ]
-
-
-def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    for field in schema:
-        if field.name not in table.column_names:
-            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
-    return table.select(schema.names).cast(schema)
