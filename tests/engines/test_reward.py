@@ -48,7 +48,7 @@ def test_a_function_of_one_response_gets_its_columns_and_reports_each_row(servic
     scored, stats = service(right, report=rows.append).score(batch, "right")
     assert scored["reward/right"] == [1, 0, 1]
     assert stats == {"errors": 0, "traceback": ""}
-    assert rows == [{"row": 0}, {"row": 1}, {"row": 2}]
+    assert rows == [{"row": 0}, {"row": 1}, {"row": 2}, {"is_back": True}]
 
 
 def test_batched_and_async_functions_score_alike(service, batch):

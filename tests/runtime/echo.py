@@ -26,9 +26,10 @@ class Echo:
             time.sleep(seconds)
         return "slept"
 
-    def report_and_sleep(self, seconds):
-        self.report({"call": "user"})
+    def report_and_sleep(self, seconds, key):
+        self.report({key: True})
         time.sleep(seconds)
+        return "slept"
 
     def fail(self):
         return {}["missing"]

@@ -121,8 +121,11 @@ def test_the_first_sign_of_life_may_take_longer_and_then_the_deadline_counts(run
         assert slow_start == "slept"
         began = time.monotonic()
         with pytest.raises(DeadlineError, match=r"no sign of life for 0\.3 s"):
-            await peer.call("report_and_sleep", 10, deadline_s=0.3, grace_s=60)
+            await peer.call("report_and_sleep", 10, "call", deadline_s=0.3, grace_s=60)
         assert time.monotonic() - began < 5
+        peer = await supervisor.restart("rollout-0")
+        back = await peer.call("report_and_sleep", 0.6, "is_back", deadline_s=0.2, grace_s=10)
+        assert back == "slept"
 
     run_with_workers(scenario)
 

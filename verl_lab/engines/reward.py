@@ -81,6 +81,7 @@ class RewardService:
         """
         stats: dict[str, Any] = {"errors": 0, "traceback": ""}
         scores = self._scores(batch, part, stats)
+        self._report({"is_back": True})  # what follows is not the user's time
         column = f"reward/{part}"
         return batch.with_columns({column: _checked(scores, batch, part)}), stats
 

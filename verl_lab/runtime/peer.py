@@ -32,6 +32,7 @@ class _Call:
     def __init__(self, what: str, on_report: Progress | None, grace_s: float = 0.0) -> None:
         self.what, self.on_report = what, on_report
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.grace_s = grace_s
         self.alive_at = time.monotonic() + grace_s
 
 
@@ -81,7 +82,8 @@ class Peer:
             method: its name.
             args: plain data and batches.
             deadline_s: longest time without a sign of life.
-            grace_s: how much longer the first sign of life may take.
+            grace_s: how much longer it may take to the first sign of life, and from one that says
+                `is_back` to the answer.
             on_report: is told of progress.
             kwargs: plain data and batches.
 
@@ -146,7 +148,8 @@ class Peer:
             if call is None or call.result.done():
                 continue  # the late answer to a call that was given up
             if message.kind == "report":
-                call.alive_at = time.monotonic()
+                is_back = "is_back" in message.body  # out of the user's code: the grace again
+                call.alive_at = time.monotonic() + (call.grace_s if is_back else 0.0)
                 if call.on_report is not None:
                     call.on_report(message.body)
             elif message.kind == "reply":

@@ -135,7 +135,10 @@ class Desk:
     def report(self, progress: dict[str, Any]) -> None:
         """Sends progress of the call under way, which also is a sign of life."""
         now = time.monotonic()
-        if progress.keys() & {"row", "call"} or now - self._reported_at >= REPORT_EVERY_S:
+        if (
+            progress.keys() & {"row", "call", "is_back"}
+            or now - self._reported_at >= REPORT_EVERY_S
+        ):
             self._reported_at = now
             self._send(Message("report", self._id, progress))
 
