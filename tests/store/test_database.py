@@ -86,6 +86,15 @@ def test_samples_of_the_step_gone_back_to_stay_those_it_was_trained_on(folder, r
         assert reader.latest() == (2, {"x": 2.0, "eval/reward": 0.5})
 
 
+def test_the_last_step_has_nothing_of_a_hidden_attempt(folder, recorder):
+    for step in (1, 2):
+        recorder.step(step, {"x": step, "eval/reward": 0.5})
+    recorder.begin_attempt(1, "rewind")
+    recorder.step(2, {"x": 20})
+    with Reader(folder) as reader:
+        assert reader.latest() == (2, {"x": 20.0})
+
+
 def test_of_two_values_for_one_step_the_later_attempts_counts(folder, recorder):
     recorder.step(1, {"eval/reward": 0.25})
     recorder.begin_attempt(1, "rewind")
