@@ -1,7 +1,10 @@
+import subprocess
+import sys
+
 import pytest
 
 from verl_lab import __version__
-from verl_lab.cli.app import exit_code
+from verl_lab.cli.exits import exit_code
 from verl_lab.errors import ConfigError, DataError, DeviceError, StateError, WorkerError
 
 
@@ -16,6 +19,12 @@ def test_help_has_every_command_and_an_example(verl_lab):
 
 def test_the_version_is_printed(verl_lab):
     assert verl_lab("--version") == (0, [f"verl-lab {__version__}"], "")
+
+
+def test_the_commands_start_without_the_heavy_modules():
+    code = "import verl_lab.cli.commands, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert not {"torch", "transformers", "pandas", "pyarrow", "psutil"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(

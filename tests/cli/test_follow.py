@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from verl_lab.cli.follow import Interrupts, News, follow
+from verl_lab.cli.follow import Interrupts, News, end_on_record, follow
 from verl_lab.config.schema import LabConfig, ModelConfig
+from verl_lab.errors import WorkerError
 from verl_lab.store.database import Reader, Recorder
 from verl_lab.store.folder import RunFolder
 
@@ -101,6 +102,30 @@ def test_events_that_a_person_should_know_are_shown_once(tmp_path):
     tape.recorder.event("checkpoint", "step-000001", 1)
     follow(tape, notes, is_over=tape.is_over, is_left=lambda: False, poll_s=0)
     assert notes.shown == ["[Reward error] reward part style:\nNameError: x"]
+
+
+def test_a_reward_that_fails_again_and_again_is_told_once(tmp_path):
+    tape, notes = Tape(tmp_path, [], [], []), Notes()
+    for step in (1, 2):
+        tape.recorder.event("worker_died", "reward-0: died with signal 11 (SIGSEGV)", step)
+        tape.recorder.event("reward_error", f"reward part style:\nKeyError: {step}", step)
+        tape.recorder.event("recovery", "trainer-0: died with signal 9 (SIGKILL)", step)
+    follow(tape, notes, is_over=tape.is_over, is_left=lambda: False, poll_s=0)
+    recovery = "[Recovery] trainer-0: died with signal 9 (SIGKILL)"
+    assert notes.shown == ["[Reward error] reward part style:\nKeyError: 1", recovery, recovery]
+
+
+def test_the_record_tells_how_a_run_has_ended(tmp_path):
+    tape = Tape(tmp_path)
+    assert end_on_record(tape.folder) == ""
+    tape.recorder.event("begin", "start", 0)
+    tape.recorder.event("stopped", "after step 3", 3)
+    assert end_on_record(tape.folder) == "stopped"
+    tape.recorder.event("begin", "resume", 3)
+    assert end_on_record(tape.folder) == ""
+    tape.recorder.event("failed", "RewardError: gave nan", 4)
+    with pytest.raises(WorkerError, match="gave nan"):
+        end_on_record(tape.folder)
 
 
 def test_events_of_earlier_days_are_not_shown(tmp_path):

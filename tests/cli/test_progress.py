@@ -8,6 +8,7 @@ from verl_lab.cli.progress import (
     duration,
     heldout_score,
     stage_lines,
+    state_text,
     tokens_per_s,
 )
 
@@ -86,6 +87,13 @@ def test_a_long_stage_shows_in_a_pipe_how_far_it_is_but_not_at_every_look(capsys
 def test_text_in_square_brackets_is_printed_as_it_is(capsys):
     Lines().remark("[red]not a colour[/red] :smile:")
     assert capsys.readouterr().out == "[red]not a colour[/red] :smile:\n"
+
+
+def test_a_session_that_is_idle_after_a_run_shows_how_it_ended():
+    assert state_text({"state": "idle", "runs": []}) == "idle"
+    runs = [{"outcome": "stopped"}, {"outcome": None}]
+    assert state_text({"state": "training", "runs": runs}) == "training"
+    assert state_text({"state": "idle", "runs": runs[:1]}) == "stopped"
 
 
 def test_the_live_line_shows_reward_speed_and_time_left():

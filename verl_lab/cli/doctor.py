@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-import pynvml
 import typer
 
 from verl_lab import __version__
@@ -63,6 +61,8 @@ def doctor() -> None:
 
 def examine() -> Iterator[Finding]:
     """All findings, from the basis up."""
+    import psutil
+
     yield _python()
     yield Finding("verl-lab", __version__)
     for name in REQUIRED:
@@ -113,6 +113,8 @@ def _cores() -> Finding:
 
 
 def _gpus() -> Iterator[Finding]:
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

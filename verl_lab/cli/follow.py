@@ -10,17 +10,22 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_lab.cli.progress import Lines, LiveLine, View
 from verl_lab.cli.terminal import OUT
-from verl_lab.config.schema import LabConfig
+from verl_lab.errors import WorkerError
 from verl_lab.store.database import Reader
-from verl_lab.store.folder import RunFolder
+
+if TYPE_CHECKING:
+    from verl_lab.config.schema import LabConfig
+    from verl_lab.store.folder import RunFolder
 
 POLL_S = 0.2
 REMARKABLE = ("data", "reward_error", "recovery", "worker_died", "snapshot")
 """Kinds of events that a person wants to see at once."""
+LIFE = ("begin", "done", "stopped", "failed")
+"""Kinds of events that say whether the run is over."""
 
 
 class Followed(Protocol):
@@ -91,6 +96,21 @@ def follow(
         time.sleep(poll_s)
 
 
+def end_on_record(folder: RunFolder) -> str:
+    """How a run whose session is gone has ended by its record: `done`, `stopped` or nothing.
+
+    Raises:
+        WorkerError: it failed.
+    """
+    with Reader(folder) as reader:
+        events = reader.events()
+    life = events[events["kind"].isin(LIFE)]
+    kind, text = ("begin", "") if life.empty else life[["kind", "text"]].iloc[-1]
+    if kind == "failed":
+        raise WorkerError("run", "failed", text)
+    return "" if kind == "begin" else str(kind)
+
+
 class News:
     """Tells what in a run's record was not shown yet.
 
@@ -102,6 +122,7 @@ class News:
         self._step, self._eval = after_step, after_step
         self._since = since
         self._event_id = 0
+        self._reward_errors: set[str] = set()
         self._num_attempts: int | None = None
         self._seen: tuple[int, dict[str, float]] = (after_step, {})
 
@@ -135,9 +156,19 @@ class News:
             self._event_id = int(events["id"].iloc[-1])
         shown = events[(events["time"] >= self._since) & events["kind"].isin(REMARKABLE)]
         return [
-            f"[{kind.replace('_', ' ').capitalize()}] {text}"
+            f"[{kind.replace('_', ' ').capitalize()}] {text.rstrip()}"
             for kind, text in zip(shown["kind"], shown["text"], strict=True)
+            if not self._is_known(kind, text)
         ]
+
+    def _is_known(self, kind: str, text: str) -> bool:
+        """Whether it is told otherwise: the step's reward line counts what fails again."""
+        if kind == "worker_died":
+            return text.startswith("reward-")
+        head = text.partition("\n")[0]
+        is_known = kind == "reward_error" and head in self._reward_errors
+        self._reward_errors.add(head)
+        return is_known
 
     def _go_back(self, reader: Reader) -> None:
         """Takes as not shown what the run does again: each attempt begins from some step."""

@@ -103,7 +103,7 @@ class LiveLine:
             self._task,
             completed=status["step"],
             total=self._steps_total or None,
-            state=status["state"],
+            state=state_text(status),
             stage=stage_text(status),
             numbers="  ".join(filter(None, self._numbers.values())),
         )
@@ -141,7 +141,7 @@ def stage_lines(metrics: Metrics, where: str, num_samples: int) -> list[str]:
         facts = [f"mean {metrics['reward/mean']:.3f}", *_std(metrics), *_failures(metrics)]
         lines.append(_line("Reward", where, facts, metrics.get("time/reward_s")))
     if "loss/policy" in metrics:
-        facts = [f"loss {metrics['loss/policy']:.4f}"]
+        facts = [f"loss {metrics['loss/policy']:z.4f}"]
         for name in ("kl_ref", "approx_kl", "entropy", "grad_norm"):
             if f"policy/{name}" in metrics:
                 facts.append(f"{name} {metrics[f'policy/{name}']:.4f}")
@@ -168,6 +168,12 @@ def tokens_per_s(metrics: Metrics, num_samples: int) -> float | None:
     if "rollout/response_tokens" not in metrics or seconds <= 0:
         return None
     return metrics["rollout/response_tokens"] * num_samples / seconds
+
+
+def state_text(status: Mapping[str, Any]) -> str:
+    """`training` and the like; for a session that is idle after a run, how that ended."""
+    runs = status.get("runs") or [{"outcome": None}]
+    return str(runs[-1]["outcome"] or status["state"])
 
 
 def stage_text(status: Mapping[str, Any]) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_lab.cli.follow import POLL_S, Interrupts, News, follow, view_for_terminal
-from verl_lab.cli.progress import duration
+from verl_lab.cli.follow import POLL_S, Interrupts, News, end_on_record, follow, view_for_terminal
+from verl_lab.cli.progress import duration, state_text
 from verl_lab.cli.terminal import print_line, print_table
+from verl_lab.errors import WorkerError
 
 if TYPE_CHECKING:
     from verl_lab.session.session import Session
@@ -38,19 +40,17 @@ def attach(run: LiveRun) -> None:
     from verl_lab.session.registry import attach as attach_to
 
     session = attach_to(run)
-    news = News(after_step=session.status()["step"], since=time.time())
-    view = view_for_terminal()
-    with Interrupts() as interrupts, view:
-        follow(
-            session,
-            view,
-            is_over=lambda: session.status()["state"] not in ("starting", *UNDER_WAY),
-            is_left=lambda: interrupts.count > 0,
-            news=news,
-        )
-    status = session.status()
-    session.detach()
-    print_line(f"Left {session.name}: {status['state']} at step {status['step']}.")
+    try:
+        _follow_to_end(session)
+        status = session.status()
+        session.detach()
+    except WorkerError:  # the session is gone; its record tells whether the run was over
+        end = end_on_record(session.folder)
+        if not end:
+            raise
+        print_line(f"{session.name}: {end}.")
+        return
+    print_line(f"{session.name}: {state_text(status)}, {status['step']} steps done.")
     _raise_failure(status)
 
 
@@ -66,7 +66,8 @@ def stop(
     session = attach_to(run)
     if not now and session.status()["state"] in UNDER_WAY:
         print_line("Stopping after this step.")
-        _stop_run(session)
+        with contextlib.suppress(WorkerError):  # the command that began it has ended the session
+            _stop_run(session)
     session.close()
     print_line(f"Stopped. Go on with: verl-lab train --resume {_short(session.folder.path)}")
 
@@ -97,6 +98,19 @@ def _ends(session: dict[str, Any]) -> str:
     if session.get("num_clients"):
         return f"{kept} its last client"
     return f"{kept} its run" if session["state"] in UNDER_WAY else "?"
+
+
+def _follow_to_end(session: Session) -> None:
+    """Shows the run until it is over or Ctrl-C comes."""
+    news = News(after_step=session.status()["step"], since=time.time())
+    with Interrupts() as interrupts, view_for_terminal() as view:
+        follow(
+            session,
+            view,
+            is_over=lambda: session.status()["state"] not in ("starting", *UNDER_WAY),
+            is_left=lambda: interrupts.count > 0,
+            news=news,
+        )
 
 
 def _stop_run(session: Session) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from verl_lab.batch.columns import Batch
 from verl_lab.engines.checkpoint import problems, seal
 from verl_lab.errors import DataError, StateError
+from verl_lab.runtime.launch.local import describe_exit
 from verl_lab.runtime.peer import Peer
 from verl_lab.store.database import Reader, Recorder
 from verl_lab.store.folder import RunFolder, environment
@@ -97,7 +98,8 @@ class History:
             return
         self._recorder.worker_ended(peer.name, peer.pid or 0, peer.exit_status)
         if not peer.is_stopping:
-            self._recorder.event("worker_died", f"{peer.name}: status {peer.exit_status}", step)
+            how = describe_exit(peer.exit_status or 0)
+            self._recorder.event("worker_died", f"{peer.name}: died with {how}", step)
 
     # --- checkpoints
 

@@ -3,7 +3,9 @@ one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -39,6 +41,17 @@ def fork_server() -> ForkServer:
         return _server
 
 
+def abandon() -> None:
+    """Ends this process's fork server: a start that waits for it fails at once.
+
+    Controllers that run already go on.
+    """
+    with _lock:
+        if _server is not None and _server_pid == os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(_server.pid, signal.SIGKILL)
+
+
 def start_controller(
     config: LabConfig,
     run_folder: RunFolder,
@@ -67,7 +80,11 @@ def start_controller(
     log = run_folder.logs / "controller.log"
     folder.session_folder(session_id)
     server = fork_server()
-    pid = server.fork("verl_lab.controller.process:main", spec, log)
+    try:
+        pid = server.fork("verl_lab.controller.process:main", spec, log)
+    except WorkerError:
+        folder.remove(session_id)
+        raise
     deadline = time.monotonic() + START_S
     while (info := folder.read_info(session_id)) is None:
         if folder.start_ticks(pid) is None:

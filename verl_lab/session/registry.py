@@ -27,7 +27,8 @@ def find(run: str | Path) -> runtime.SessionInfo:
     names = ", ".join(Path(info.run_folder).name for info in live) or "none"
     raise StateError(
         f"{run}: no live session works on it (live: {names}); "
-        f"go on from its last checkpoint with Session(resume={str(run)!r})"
+        f"`verl-lab runs` lists those on disk, and Session(resume=...) or "
+        f"`verl-lab train --resume` goes on from the last checkpoint of one"
     )
 
 
