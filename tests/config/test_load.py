@@ -22,6 +22,8 @@ reward_model: {name_or_path: OpenAssistant/reward-model-deberta-v3-large-v2, dev
 MODEL = {"model": {"name_or_path": "some/model"}}
 TASK = {**MODEL, "task": {"name": "add_compare"}}
 
+OPTIONAL_SECTIONS = ("task", "reward_model", "critic", "lora")
+
 
 def leaves(model=LabConfig):
     tree = yaml.safe_load(dump_config(load_config({**TASK, "reward_model": {"name_or_path": "m"}})))
@@ -60,7 +62,7 @@ def test_every_key_has_its_help():
             section = field.annotation
             if isinstance(section, type) and hasattr(section, "model_fields"):
                 yield from missing(section, f"{prefix}{name}.")
-            elif not field.description and name not in ("task", "reward_model"):
+            elif not field.description and name not in OPTIONAL_SECTIONS:
                 yield prefix + name
 
     assert list(missing(LabConfig)) == []

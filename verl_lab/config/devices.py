@@ -92,7 +92,8 @@ def num_gpus() -> int:
 
 
 def resolve_devices(config: LabConfig) -> dict[str, list[Device]]:
-    """A device for each worker of each role: `rollout`, `trainer`, `reward`.
+    """A device for each worker of each role that the recipe has: `rollout`, `trainer`, `reward`,
+    `reward_model`.
 
     Raises:
         DeviceError: one is missing; says what there is.
@@ -108,6 +109,8 @@ def resolve_devices(config: LabConfig) -> dict[str, list[Device]]:
         for device in devices:
             if device.kind != "auto":
                 resolved[role].append(device)
+            elif role == "reward_model":
+                resolved[role].append(resolved["rollout"][0])
             elif role == "reward" or not gpus:
                 resolved[role].append(Device("cpu"))
             else:
@@ -140,15 +143,18 @@ def _wanted(config: LabConfig) -> dict[str, tuple[str, list[Device]]]:
         "trainer": (config.trainer.num_train_workers, config.trainer.device_map),
         "reward": (config.reward.num_reward_workers, config.reward.device_map),
     }
+    if not config.has_rollout:
+        counts = {"trainer": counts["trainer"]}
     wanted = {}
     for role, (count, given) in counts.items():
         texts = [given] if isinstance(given, str) else given
         texts = texts * count if len(texts) == 1 else texts
         wanted[role] = (f"{role}.device_map", [parse_device(text) for text in texts])
-    if config.reward_model is not None and config.reward_model.device != "auto":
-        device = parse_device(config.reward_model.device)
-        count = config.reward.num_reward_workers
-        wanted["reward"] = ("reward_model.device", [device] * count)
+    if config.has_rollout and config.reward_model is not None:
+        given = config.reward_model.device
+        beside = wanted["rollout"][1][0]  # unset: the first rollout worker's device
+        device = beside if given == "auto" else parse_device(given)
+        wanted["reward_model"] = ("reward_model.device", [device])
     return wanted
 
 

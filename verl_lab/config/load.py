@@ -13,6 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from verl_lab.config.devices import missing_devices, parse_device
+from verl_lab.config.functions import name_problems
+from verl_lab.config.presets import apply_preset
 from verl_lab.config.schema import LabConfig
 from verl_lab.errors import ConfigError, DeviceError
 
@@ -51,6 +53,7 @@ def load_config(
     else:
         tree, name = _read(Path(source)), str(source)
     problems = [problem for text in overrides if (problem := _override(tree, text))]
+    apply_preset(tree)
     config = None
     try:
         config = LabConfig.model_validate(tree)
@@ -263,7 +266,12 @@ def _cross_problems(config: LabConfig) -> Iterator[str]:
             f"top_k=0, "
             f"or set rollout.allow_truncated_sampling=true"
         )
-    if algorithm.baseline != "none" and rollout.group_size < 2:
+    yield from name_problems(config)
+    yield from _algorithm_problems(config)
+    is_grouped = algorithm.advantage == "pass_at_k" or (
+        algorithm.advantage in ("group", "returns") and algorithm.baseline not in ("none", "greedy")
+    )
+    if is_grouped and config.objective == "policy" and rollout.group_size < 2:
         yield (
             f"rollout.group_size={rollout.group_size}: algorithm.baseline={algorithm.baseline} "
             f"compares "
@@ -277,6 +285,32 @@ def _cross_problems(config: LabConfig) -> Iterator[str]:
     yield from _device_problems("reward.device_map", reward.device_map, reward.num_reward_workers)
     if config.reward_model is not None:
         yield from _device_problems("reward_model.device", config.reward_model.device, 1)
+
+
+def _algorithm_problems(config: LabConfig) -> Iterator[str]:
+    algorithm, data = config.algorithm, config.data
+    low, high = algorithm.correction_bounds
+    if not 0 <= low <= high:
+        yield f"algorithm.correction_bounds: is [{low}, {high}]; give a lower and a higher ratio"
+    if algorithm.bypass and algorithm.correction != "none":
+        yield (
+            f"algorithm.bypass, algorithm.correction={algorithm.correction}: with both the ratio "
+            f"would count twice; use one of them"
+        )
+    if algorithm.advantage == "gae" and config.critic is None:
+        yield "algorithm.advantage=gae: needs a critic; add a `critic:` section, or use another"
+    if algorithm.kl_target is not None and algorithm.kl_coef == 0:
+        yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; start it above 0"
+    if not config.samples_policy and data.prompts is not None:
+        yield f"data.prompts: recipe {config.recipe} learns from responses; give data.path"
+    has_head_on_policy = config.critic is not None and config.critic.name_or_path == "policy"
+    if config.lora is not None and has_head_on_policy:
+        yield "critic.name_or_path=policy: the trunk has adapters; give the critic its own model"
+    if config.objective == "preference" and config.samples_policy and config.rollout.group_size < 2:
+        yield (
+            f"rollout.group_size={config.rollout.group_size}: {config.recipe} compares the samples "
+            f"of a group; use at least 2"
+        )
 
 
 def _device_problems(key: str, given: str | list[str], count: int) -> Iterator[str]:

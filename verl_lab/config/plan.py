@@ -38,7 +38,8 @@ class Plan:
     def describe(self) -> str:
         """The plan as a table in plain text."""
         samples, updates = self.samples_per_step, self.updates_per_step
-        groups = f"{self.prompts_per_step} prompts x {self.group_size} responses"
+        responses = f"{self.group_size} response{'s' * (self.group_size > 1)}"
+        groups = f"{self.prompts_per_step} prompts x {responses}"
         rows = [
             ("a step", f"{samples} samples = {groups}"),
             ("", f"{updates} update{'s' * (updates > 1)} of {samples // updates} samples"),
@@ -57,24 +58,25 @@ def plan(config: LabConfig) -> Plan:
         DeviceError: a device is missing; says what there is.
     """
     devices = resolve_devices(config)
-    num_rollout = len(devices["rollout"])
+    num_rollout = len(devices.get("rollout", "1"))
     share = -(-config.rollout.rollout_batch_size // num_rollout)
     details = {
         "rollout": f"{share} sequences in flight, {config.rollout.engine} engine",
         "trainer": f"{config.trainer.micro_batch_tokens} tokens a micro-batch",
         "reward": f"{config.reward.timeout_s:g} s a call",
+        "reward_model": "" if config.reward_model is None else config.reward_model.name_or_path,
     }
     workers = [
         PlannedWorker(f"{role}-{i}", device, details[role])
         for role, group in devices.items()
         for i, device in enumerate(group)
     ]
-    heavy = [worker for worker in workers if not worker.name.startswith("reward")]
+    heavy = [worker for worker in workers if not worker.name.startswith("reward-")]
     return Plan(
         steps=config.steps,
         samples_per_step=config.trainer.train_batch_size,
         prompts_per_step=config.prompts_per_step,
-        group_size=config.rollout.group_size,
+        group_size=config.samples_per_prompt,
         updates_per_step=config.trainer.updates_per_step,
         workers=workers,
         shared=[

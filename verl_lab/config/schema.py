@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -20,24 +19,19 @@ from pydantic import (
     model_validator,
 )
 
-LIVE = Field(json_schema_extra={"live": True})
-"""Marks a key that may change while a run is under way."""
+from verl_lab.config.algorithm import AlgorithmConfig, CriticConfig, LoraConfig, PreferenceConfig
+from verl_lab.config.presets import PRESETS, Objective
+from verl_lab.config.section import LIVE, Fraction, Section
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
-
-
-class Section(BaseModel):
-    """A frozen group of settings; an unknown key is an error, never ignored."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Section):
     """The policy: which weights, in which precision."""
 
     name_or_path: str
-    """A Hugging Face id, a local folder, or `package://<package>/<path>` for files inside an
-    installed package."""
+    """A Hugging Face id, a local folder, a run folder (its newest checkpoint, or another as
+    `runs/x@step-000010`), or `package://<package>/<path>` for files inside an installed package."""
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of sampling and of forward passes. The trainer's master weights are always
@@ -177,11 +171,8 @@ class TrainerConfig(Section):
     weight_decay: Annotated[NonNegativeFloat, LIVE] = 0.0
     """AdamW's decoupled weight decay; norms and biases are left out."""
 
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's decay of the gradient's mean."""
-
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW's decay of the gradient's square."""
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's decay of the gradient's mean and square."""
 
     max_grad_norm: Annotated[PositiveFloat, LIVE] = 1.0
     """The gradient's norm is clipped to this."""
@@ -193,44 +184,19 @@ class TrainerConfig(Section):
     """How the trainer's state is spread."""
 
 
-class AlgorithmConfig(Section):
-    """The estimator and the loss, as knobs that combine freely."""
-
-    baseline: Annotated[Literal["group_mean", "leave_one_out", "none"], LIVE] = "group_mean"
-    """What is subtracted from a reward: the mean of its group, the mean of the others (RLOO),
-    nothing."""
-
-    scale: Annotated[Literal["group_std", "batch_std", "none"], LIVE] = "group_std"
-    """What an advantage is divided by. GRPO: `group_std`; Dr.GRPO and RLOO: `none`."""
-
-    loss_aggregation: Annotated[
-        Literal[
-            "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-        ],
-        LIVE,
-    ] = "token-mean"
-    """How token losses become one number. Dr.GRPO: `seq-mean-token-sum-norm`, over
-    `rollout.max_new_tokens`."""
-
-    clip_low: Annotated[Fraction, LIVE] = 0.2
-    """How far below 1 the probability ratio may go before its gradient stops."""
-
-    clip_high: Annotated[PositiveFloat, LIVE] = 0.2
-    """How far above 1; DAPO's clip-higher is 0.28."""
-
-    kl_coef: Annotated[NonNegativeFloat, LIVE] = 0.0
-    """Weight of the KL term to the reference, in the loss. 0 at the start loads no reference."""
-
-    kl_estimator: Annotated[Literal["k1", "k2", "k3", "straight_through"], LIVE] = "k3"
-    """Estimator of that KL term."""
-
-
 class RewardConfig(Section):
     """What scores a response: a weighted sum of parts, each recorded as `reward/<part>`."""
 
     parts: dict[str, float] = {}
-    """Weight per part: `task` (its verifier), `file.py:function` or `module:function`. Empty: the
+    """Weight per part: `task` (its verifier), `file.py:function`, `module:function`, an
+    `http(s)://` endpoint, `length` (tokens over `rollout.max_new_tokens`), `overlong`. Empty: the
     task alone."""
+
+    overlong_buffer: PositiveInt = 16
+    """Tokens before `rollout.max_new_tokens` over which part `overlong` falls from 0 to -1."""
+
+    requests_per_s: PositiveFloat | None = None
+    """Most requests a second to each endpoint. Unset: no limit."""
 
     num_reward_workers: PositiveInt = 1
     """Processes that score."""
@@ -249,10 +215,11 @@ class RewardModelConfig(Section):
     """A Hugging Face sequence classifier that scores responses, beside the rollout."""
 
     name_or_path: str
-    """A Hugging Face id or a local folder."""
+    """A Hugging Face id, a local folder, or the run folder of a reward model trained here."""
 
     device: str = "auto"
-    """Where it runs; a device that a rollout worker has is shared with it."""
+    """Where its process runs, beside whatever else is there. Unset: on the first rollout worker's
+    device."""
 
     weight: float = 1.0
     """Its weight in the reward, as part `reward_model`."""
@@ -290,8 +257,9 @@ class LabConfig(Section):
     runs_dir: str = "runs"
     """Folder that holds the run folders."""
 
-    recipe: Literal["grpo"] = "grpo"
-    """The order of a step's stages."""
+    recipe: str = "grpo"
+    """What is learned: a preset over the other keys (`verl-lab recipes` lists them and what each
+    sets), or a function of yours, by the name it was registered under or as `file.py:function`."""
 
     steps: PositiveInt = 100
     """Training steps of the whole run."""
@@ -309,15 +277,45 @@ class LabConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
+    preference: PreferenceConfig = PreferenceConfig()
+    lora: LoraConfig | None = None
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property
+    def objective(self) -> Objective:
+        """What the trainer minimises; a recipe of the user's own trains the policy."""
+        preset = PRESETS.get(self.recipe)
+        return "policy" if preset is None else preset.objective
+
+    @property
+    def samples_policy(self) -> bool:
+        """Whether a step samples responses, rather than taking them from the data."""
+        preset = PRESETS.get(self.recipe)
+        return preset is None or preset.is_online
+
+    @property
+    def has_rollout(self) -> bool:
+        """Whether there is a policy that can answer prompts; a reward model answers none."""
+        return self.objective != "reward_model"
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Responses a prompt: sampled, or given as a pair or one by one."""
+        if self.samples_policy:
+            return self.rollout.group_size
+        has_pairs = self.objective == "reward_model" or (
+            self.objective == "preference" and self.preference.loss != "kto"
+        )
+        return 2 if has_pairs else 1
+
+    @property
     def prompts_per_step(self) -> int:
-        """Groups sampled for one step."""
-        return self.trainer.train_batch_size // self.rollout.group_size
+        """Groups of one step."""
+        return self.trainer.train_batch_size // self.samples_per_prompt
 
     @property
     def total_updates(self) -> int:
@@ -328,12 +326,17 @@ class LabConfig(Section):
     def _sizes_divide(self) -> Self:
         n, g, k = (
             self.trainer.train_batch_size,
-            self.rollout.group_size,
+            self.samples_per_prompt,
             self.trainer.updates_per_step,
         )
         if n % g:
             below = n - n % g
             fits = [m for m in (below, below + g) if m]
+            if not self.samples_policy:
+                raise ValueError(
+                    f"trainer.train_batch_size={n} counts both responses of a pair; use "
+                    f"{' or '.join(map(str, fits))}"
+                )
             raise ValueError(
                 f"trainer.train_batch_size={n} is no multiple of rollout.group_size={g}; "
                 f"use {' or '.join(map(str, fits))}, or a group size among {divisors(n)}"
