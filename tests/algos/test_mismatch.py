@@ -52,6 +52,8 @@ def test_nothing_unmasked_is_no_mismatch():
         "mismatch_kl": 0,
         "mismatch_max": 1,
         "ess": 1,
+        "chi2": 0,
+        "ppl_ratio": 1,
     }
 
 

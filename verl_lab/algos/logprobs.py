@@ -18,7 +18,12 @@ from verl_lab.errors import ShapeError
 
 
 def token_logprobs(
-    logits: Tensor, ids: Tensor, temperature: float, *, with_entropy: bool = True
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float,
+    *,
+    with_entropy: bool = True,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of given tokens, and the entropy of the distributions they came from.
 
@@ -27,9 +32,10 @@ def token_logprobs(
         ids: [N] int64.
         temperature: of sampling, above 0.
         with_entropy: without it the entropy is 0, and cheaper.
+        entropy_grad: lets the entropy have a gradient, for a bonus in the loss.
 
     Returns:
-        Two [N] tensors. The entropy, in nats, has no gradient.
+        Two [N] tensors: log-probabilities, and the entropy in nats.
     """
     _require_a_row_each("logits", logits, ids)
     scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
@@ -37,7 +43,7 @@ def token_logprobs(
     logprobs = scaled.gather(-1, ids[:, None])[:, 0] - normaliser
     if not with_entropy:
         return logprobs, torch.zeros_like(logprobs)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = normaliser - (scaled.softmax(-1) * scaled).sum(-1)
     return logprobs, entropy
 
@@ -50,6 +56,7 @@ def chunked_logprobs(
     temperature: float,
     chunk_tokens: int = 1024,
     with_entropy: bool = True,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of `head(hidden)` with at most `chunk_tokens` rows of logits at a time.
 
@@ -62,6 +69,7 @@ def chunked_logprobs(
         temperature: of sampling.
         chunk_tokens: rows of logits held at once.
         with_entropy: see `token_logprobs`.
+        entropy_grad: see `token_logprobs`.
 
     Returns:
         Two [N] tensors: log-probabilities and entropy.
@@ -69,7 +77,13 @@ def chunked_logprobs(
     _require_a_row_each("hidden", hidden, ids)
 
     def of_chunk(part: Tensor, part_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(part), part_ids, temperature, with_entropy=with_entropy)
+        return token_logprobs(
+            head(part),
+            part_ids,
+            temperature,
+            with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
+        )
 
     pieces = [
         checkpoint(of_chunk, part, part_ids, use_reentrant=False, preserve_rng_state=False)
