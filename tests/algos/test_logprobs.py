@@ -89,6 +89,50 @@ def test_entropy_has_no_gradient_and_is_zero_when_not_asked_for():
         assert find(with_entropy=False)[1].tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+def test_the_entropy_has_its_own_gradient_when_asked_for(chunk_tokens):
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    ids, upstream = torch.randint(11, (7,)), torch.randn(2, 7, dtype=torch.float64)
+
+    def gradients(logprobs, entropy):
+        total = (upstream[0] * logprobs + upstream[1] * entropy).sum()
+        return torch.autograd.grad(total, (hidden, weight))
+
+    logs = (hidden @ weight.T / 0.7).log_softmax(-1)
+    dense = gradients(logs[torch.arange(7), ids], -(logs.exp() * logs).sum(-1))
+    found = gradients(
+        *chunked_logprobs(
+            hidden,
+            lambda h: h @ weight.T,
+            ids,
+            temperature=0.7,
+            chunk_tokens=chunk_tokens,
+            entropy_grad=True,
+        )
+    )
+    whole = gradients(*token_logprobs(hidden @ weight.T, ids, 0.7, entropy_grad=True))
+    for one, two, expected in zip(found, whole, dense, strict=True):
+        torch.testing.assert_close(one, expected, atol=1e-10, rtol=0)
+        torch.testing.assert_close(two, expected, atol=1e-10, rtol=0)
+
+
+def test_the_gradient_of_the_entropy_of_two_tokens_by_hand():
+    logits = torch.tensor([[0.0, math.log(3.0)]], requires_grad=True)
+    _, entropy = token_logprobs(logits, torch.tensor([0]), 1.0, entropy_grad=True)
+    entropy.sum().backward()
+    # dH/dz = -p (log p + H) with p = 1/4, 3/4; the two cancel
+    slope = 3 / 16 * math.log(3)
+    assert logits.grad[0].tolist() == pytest.approx([slope, -slope])
+
+
+def test_entropy_has_no_gradient_where_gradients_are_off():
+    logits = torch.randn(4, 7, requires_grad=True)
+    with torch.no_grad():
+        _, entropy = token_logprobs(logits, torch.arange(4), 1.0, entropy_grad=True)
+    assert not entropy.requires_grad
+
+
 def test_one_id_is_not_taken_for_all_rows():
     with pytest.raises(ShapeError, match=r"logits, ids: .*logits \(4, 7\), ids \(1,\)"):
         token_logprobs(torch.zeros(4, 7), torch.tensor([1]), 1.0)

@@ -6,11 +6,13 @@ import torch
 from verl_lab.algos.mismatch import mismatch
 from verl_lab.errors import ShapeError
 
+AGREE = {"mismatch_kl": 0, "mismatch_max": 1, "ess": 1, "chi2": 0, "ppl_ratio": 1}
+
 
 def test_mismatch_of_processes_that_agree_is_nothing():
     logprobs, mask = torch.randn(5), torch.tensor([True] * 4 + [False])
     found = mismatch(logprobs, logprobs, mask)
-    assert [found[n].item() for n in ("mismatch_kl", "mismatch_max", "ess")] == [0, 1, 1]
+    assert {name: value.item() for name, value in found.items()} == AGREE
 
 
 def test_mismatch_by_hand():
@@ -22,6 +24,9 @@ def test_mismatch_by_hand():
     assert found["mismatch_kl"].item() == pytest.approx(expected, rel=1e-5)
     assert found["mismatch_max"].item() == pytest.approx(3, rel=1e-5)
     assert found["ess"].item() == pytest.approx(8.2**2 / (5 * (4 + 1 + 9 + 1 + 1.44)), rel=1e-5)
+    assert found["chi2"].item() == pytest.approx(16.44 / 5 - 1, rel=1e-5)
+    # The trainer finds the tokens likelier by the geometric mean of rho, so is less perplexed.
+    assert found["ppl_ratio"].item() == pytest.approx((2 * 1 * 3 * 1 * 1.2) ** -0.2, rel=1e-5)
 
 
 def test_a_direction_is_as_far_as_its_opposite_for_the_largest():
@@ -35,6 +40,15 @@ def test_a_small_mismatch_is_not_lost_to_rounding():
     rollout, mask = torch.tensor([-3.0, -2.0]), torch.ones(2, dtype=torch.bool)
     found = mismatch(rollout + torch.tensor([1e-4, -1e-4]), rollout, mask)
     assert found["mismatch_kl"].item() == pytest.approx(5e-9, rel=0.01)  # d^2 / 2
+    assert found["chi2"].item() == pytest.approx(2e-8, rel=0.1)  # cosh(2d) - 1
+
+
+def test_over_all_tokens_chi2_is_the_divergence():
+    old, rollout = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
+    mask = torch.ones(1, dtype=torch.bool)
+    found = [mismatch(o[None], r[None], mask)["chi2"] for o, r in zip(old, rollout, strict=True)]
+    exact = ((old.exp() - rollout.exp()).square() / rollout.exp()).sum()
+    torch.testing.assert_close((rollout.exp() * torch.stack(found)).sum(), exact)
 
 
 def test_policies_that_are_far_apart_stay_finite():
@@ -48,13 +62,7 @@ def test_policies_that_are_far_apart_stay_finite():
 def test_nothing_unmasked_is_no_mismatch():
     junk, mask = torch.full((2,), torch.nan), torch.zeros(2, dtype=torch.bool)
     found = mismatch(junk, junk, mask)
-    assert {n: v.item() for n, v in found.items()} == {
-        "mismatch_kl": 0,
-        "mismatch_max": 1,
-        "ess": 1,
-        "chi2": 0,
-        "ppl_ratio": 1,
-    }
+    assert {name: value.item() for name, value in found.items()} == AGREE
 
 
 def test_gradients_do_not_pass():

@@ -84,8 +84,8 @@ def correction_metrics(
 
     Means over the tokens given, so these do not add up over micro-batches: call it once on all.
     `correction_ess` is the effective sample size (sum w)² / (n sum w²) of the weights,
-    `truncated_fraction` the share of tokens whose weight is not their ratio: 0, or held at `high`
-    below the ratio of the token or of its sample; `correction_mean` the mean weight.
+    `truncated_fraction` the share of tokens whose weight is 0, or held at `high` and so neither the
+    ratio of the token nor the product of its sample; `correction_mean` the mean weight.
 
     Args:
         weights: [T] of `correction_weights`, any mode.
@@ -102,13 +102,15 @@ def correction_metrics(
     _require_bounds(low, high)
     require_flat(weights=weights, loss_mask=loss_mask)
     inputs = (old_logprobs, rollout_logprobs, loss_mask, sample_index)
-    ratio = torch.maximum(_ratio(*inputs, "tis"), _ratio(*inputs, "sequence_tis"))[loss_mask]
-    used = weights.detach()[loss_mask]
+    ratio = _ratio(*inputs, "tis")[loss_mask]
+    product = _ratio(*inputs, "sequence_tis")[loss_mask]
+    used = weights.detach()[loss_mask].to(ratio.dtype)
     if not len(used):
         one = used.new_ones(())
         return {"correction_ess": one, "truncated_fraction": 1 - one, "correction_mean": one}
-    # `high` was rounded to the dtype of the weights.
-    held = (used > high * (1 - 1e-6)) & (ratio > high * (1 + 1e-6))
+    whole = torch.isclose(used, ratio) | torch.isclose(used, product)
+    # Not all that differ: what passed the filter weighs 1. `high` was rounded to the weights' dtype.
+    held = ~whole & (used > high * (1 - 1e-6))
     total, squares = used.double().sum(), used.double().square().sum()
     return {
         "correction_ess": total.square() / (len(used) * squares).clamp(min=1e-300),

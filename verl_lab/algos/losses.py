@@ -193,7 +193,7 @@ def sapo_policy_loss(
     """
     tokens = masked_tokens(logprobs, old_logprobs, advantages, loss_mask, weights)
     ratio = tokens.log_ratio.exp()
-    tau = torch.where(tokens.advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+    tau = torch.full_like(ratio, tau_negative).masked_fill(tokens.advantages > 0, tau_positive)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
     return -(weights * gate * tokens.advantages).sum(), token_metrics(tokens, num_tokens)
 
