@@ -109,7 +109,7 @@ def correction_metrics(
         one = used.new_ones(())
         return {"correction_ess": one, "truncated_fraction": 1 - one, "correction_mean": one}
     whole = torch.isclose(used, ratio) | torch.isclose(used, product)
-    # Not all that differ: what passed the filter weighs 1. `high` was rounded to the weights' dtype.
+    # Not all that differ: what passed the filter weighs 1. `high` was rounded with the weights.
     held = ~whole & (used > high * (1 - 1e-6))
     total, squares = used.double().sum(), used.double().square().sum()
     return {
