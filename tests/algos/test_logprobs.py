@@ -128,9 +128,10 @@ def test_the_gradient_of_the_entropy_of_two_tokens_by_hand():
 
 def test_entropy_has_no_gradient_where_gradients_are_off():
     logits = torch.randn(4, 7, requires_grad=True)
-    with torch.no_grad():
-        _, entropy = token_logprobs(logits, torch.arange(4), 1.0, entropy_grad=True)
-    assert not entropy.requires_grad
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            _, entropy = token_logprobs(logits, torch.arange(4), 1.0, entropy_grad=True)
+        assert not entropy.requires_grad
 
 
 def test_one_id_is_not_taken_for_all_rows():

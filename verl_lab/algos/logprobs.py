@@ -43,7 +43,7 @@ def token_logprobs(
     logprobs = scaled.gather(-1, ids[:, None])[:, 0] - normaliser
     if not with_entropy:
         return logprobs, torch.zeros_like(logprobs)
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(entropy_grad):
         entropy = normaliser - (scaled.softmax(-1) * scaled).sum(-1)
     return logprobs, entropy
 

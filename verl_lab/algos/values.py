@@ -82,7 +82,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     target = returns.detach()[mask].double()
     error = target - values.detach()[mask].double()
     # Rounding gives equal numbers a variance, so the deviation alone does not tell.
-    if len(target) < 2 or target.amin() == target.amax():
+    if not len(target) or target.amin() == target.amax():
         return values.new_zeros(())
     explained = 1 - error.var() / target.var()
     return explained.to(values.dtype)
