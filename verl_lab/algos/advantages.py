@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from verl_lab.algos.arguments import require_choice, require_flat
-from verl_lab.errors import RewardError
+from verl_lab.errors import ConfigError, RewardError, ShapeError
 
-Baseline = Literal["group_mean", "leave_one_out", "none"]
-Scale = Literal["group_std", "batch_std", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "greedy", "none"]
+Scale = Literal["group_std", "batch_std", "whiten", "none"]
+PER_SAMPLE = ("group_mean", "leave_one_out", "length_weighted")
+"""Baselines that come from the group itself."""
 EPSILON = 1e-6
 
 
@@ -24,6 +26,8 @@ def group_advantages(
     *,
     baseline: Baseline = "group_mean",
     scale: Scale = "group_std",
+    lengths: Tensor | None = None,
+    greedy_rewards: Tensor | None = None,
 ) -> Tensor:
     """Rewards less a baseline, over a scale.
 
@@ -32,21 +36,28 @@ def group_advantages(
     - Dr.GRPO (Liu et al. 2025, arXiv:2503.20783): `group_mean`, `none`
     - RLOO (Ahmadian et al. 2024, arXiv:2402.14740): `leave_one_out`, `none`:
       A_i = r_i - mean of the others = n/(n-1) (r_i - mean)
+    - OPO (Hao et al. 2025, arXiv:2505.23585): `length_weighted`, `none`:
+      A_i = r_i - sum_j len_j r_j / sum_j len_j
+    - ReMax (Li et al. 2023, arXiv:2310.10505): `greedy`, `none`: A_i = r_i - r(greedy response)
 
-    A group whose rewards are all equal gets exactly 0 with either group baseline, and so does a
-    group of one. Without a baseline, equal rewards are not divided: their deviation is 0.
+    A group whose rewards are all equal gets exactly 0 with a baseline of its own, and so does a
+    group of one. With another, equal rewards are not divided: their deviation is 0.
 
     Args:
         rewards: [B] floating.
         group_ids: [B] int64.
         baseline: what is subtracted.
         scale: what the difference is divided by; `batch_std` is the deviation of all rewards.
+            `whiten` divides nothing here: it goes over tokens, afterwards.
+        lengths: [B] response tokens, for `length_weighted`.
+        greedy_rewards: [B] of the greedy response to the same prompt, for `greedy`.
 
     Returns:
         [B] in the order and dtype of `rewards`.
 
     Raises:
         RewardError: a reward is nan or infinite.
+        ConfigError: the baseline needs what was not given.
     """
     require_choice("baseline", baseline, get_args(Baseline))
     require_choice("scale", scale, get_args(Scale))
@@ -54,17 +65,16 @@ def group_advantages(
     group, size = _groups(group_ids)
     constant = _is_constant(rewards, group, size)[group]
     mean = _sum(rewards, group, size) / size
-    centred = rewards - mean[group] if baseline != "none" else rewards.clone()
-    if baseline == "leave_one_out":
-        count = size.to(rewards.dtype)
-        centred = centred * (count / (count - 1).clamp(min=1))[group]
+    centred = rewards - _baseline(
+        baseline, rewards, mean, group, size, lengths=lengths, greedy_rewards=greedy_rewards
+    )
     if scale == "group_std":
         squares = _sum((rewards - mean[group]).square(), group, size)
         std = (squares / (size - 1).clamp(min=1)).sqrt()
         centred = centred / (std[group] + EPSILON).masked_fill(constant, 1.0)
     elif scale == "batch_std" and (rewards != rewards[:1]).any():
         centred = centred / (rewards.std() + EPSILON)
-    if baseline == "none":
+    if baseline not in PER_SAMPLE:
         return centred
     # Rounding makes the mean of equal numbers differ from them: 3 rewards of 1000.1 gave 0.98.
     return centred.masked_fill(constant, 0.0)
@@ -79,6 +89,97 @@ def constant_groups(rewards: Tensor, group_ids: Tensor) -> int:
     """
     _check(rewards, group_ids)
     return int(_is_constant(rewards, *_groups(group_ids)).sum())
+
+
+def constant_rows(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """[B] bool, True on the samples of groups whose rewards are all equal.
+
+    Args:
+        rewards: [B].
+        group_ids: [B] int64.
+    """
+    _check(rewards, group_ids)
+    group, size = _groups(group_ids)
+    return _is_constant(rewards, group, size)[group]
+
+
+def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """What the best sample of a group adds to the second best; 0 for all others.
+
+    The gradient of E[max of k] for groups of k samples (Walder & Karkhanis 2025,
+    arXiv:2505.15201, sec. 3). Two best ones add nothing, and a group of one is 0.
+
+    Args:
+        rewards: [B].
+        group_ids: [B] int64.
+
+    Returns:
+        [B] in the order and dtype of `rewards`.
+    """
+    _check(rewards, group_ids)
+    group, size = _groups(group_ids)
+    order = torch.argsort(rewards, descending=True, stable=True)
+    order = order[torch.argsort(group[order], stable=True)]
+    first = size.cumsum(0) - size
+    found = torch.zeros_like(rewards)
+    several = size > 1
+    best, second = order[first[several]], order[first[several] + 1]
+    found[best] = rewards[best] - rewards[second]
+    return found
+
+
+def gdpo_advantages(parts: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:
+    """The weighted sum of reward parts, each normalised in its group (arXiv:2601.05242).
+
+    Args:
+        parts: [P, B].
+        weights: [P].
+        group_ids: [B] int64.
+
+    Returns:
+        [B]; a part that is constant in a group adds exactly 0 there.
+    """
+    if parts.ndim != 2 or weights.shape != parts.shape[:1] or group_ids.shape != parts.shape[1:]:
+        raise ShapeError(
+            f"parts, weights, group_ids: must be [P, B], [P] and [B], got {tuple(parts.shape)}, "
+            f"{tuple(weights.shape)} and {tuple(group_ids.shape)}"
+        )
+    normalised = [
+        weight * group_advantages(part, group_ids)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+    return torch.stack(normalised).sum(0) if normalised else parts.new_zeros(len(group_ids))
+
+
+def _baseline(
+    name: Baseline,
+    rewards: Tensor,
+    mean: Tensor,
+    group: Tensor,
+    size: Tensor,
+    *,
+    lengths: Tensor | None,
+    greedy_rewards: Tensor | None,
+) -> Tensor:
+    """[B] what is subtracted from each reward."""
+    if name == "none":
+        return torch.zeros_like(rewards)
+    if name == "group_mean":
+        return mean[group]
+    if name == "leave_one_out":
+        count = size.to(rewards.dtype)
+        factor = (count / (count - 1).clamp(min=1))[group]
+        return rewards - (rewards - mean[group]) * factor
+    needed = lengths if name == "length_weighted" else greedy_rewards
+    if needed is None:
+        what = "lengths" if name == "length_weighted" else "greedy_rewards"
+        raise ConfigError(f"algorithm.baseline={name}: needs {what}, which were not given")
+    require_flat(rewards=rewards, needed=needed)
+    if name == "greedy":
+        return needed.to(rewards.dtype)
+    weight = needed.to(rewards.dtype)
+    total = _sum(weight, group, size).clamp(min=1)
+    return (_sum(weight * rewards, group, size) / total)[group]
 
 
 def _check(rewards: Tensor, group_ids: Tensor) -> None:

@@ -50,3 +50,27 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
         k2 = d.square() / 2
         value = value.detach() + (k2 - k2.detach())
     return value
+
+
+def adapted_coefficient(
+    coefficient: float,
+    measured_kl: float,
+    *,
+    target: float,
+    num_samples: int,
+    horizon: int = 10_000,
+) -> float:
+    """A KL coefficient that follows the KL it is to hold (Ziegler et al. 2019, arXiv:1909.08593,
+    sec. 2.2).
+
+        beta * (1 + clip(measured / target - 1, -0.2, 0.2) * num_samples / horizon)
+
+    Args:
+        coefficient: beta until now.
+        measured_kl: a token, in nats.
+        target: the KL to keep to.
+        num_samples: samples since the last change.
+        horizon: samples over which a fifth more or less builds up.
+    """
+    error = min(max(measured_kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * num_samples / horizon)
