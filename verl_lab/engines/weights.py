@@ -36,6 +36,7 @@ def publish(
     *,
     rank: int = 0,
     dtype: torch.dtype | None = None,
+    is_partial: bool = False,
 ) -> dict[str, Any]:
     """Writes a version of the weights; returns its `version`, `bytes` and `hash`.
 
@@ -45,6 +46,7 @@ def publish(
         version: its number.
         rank: the writer's number among the trainer workers.
         dtype: what floating-point tensors are cast to; as they are by default.
+        is_partial: the model has tensors that never change, and these are not among them.
     """
     folder.mkdir(mode=0o700, parents=True)
     held = {name: _cast(tensor, dtype) for name, tensor in tensors}
@@ -54,6 +56,7 @@ def publish(
     save_file(held, folder / file)
     index: dict[str, Any] = {
         "version": version,
+        "is_partial": is_partial,
         "tensors": {
             name: {
                 "file": file,
@@ -81,7 +84,7 @@ def load_into(model: nn.Module, folder: Path) -> dict[str, Any]:
     index = json.loads((folder / INDEX).read_text())
     mine = dict(model.state_dict(keep_vars=True))
     published = index["tensors"]
-    _check_names(mine, published, folder)
+    _check_names(mine, published, folder, is_partial=index["is_partial"])
     num_bytes, hashes = 0, {}
     for file in sorted({entry["file"] for entry in published.values()}):
         with safe_open(folder / file, framework="pt") as source:
@@ -178,7 +181,9 @@ def _check_room(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _check_names(mine: dict[str, Tensor], published: dict[str, Any], folder: Path) -> None:
+def _check_names(
+    mine: dict[str, Tensor], published: dict[str, Any], folder: Path, *, is_partial: bool
+) -> None:
     for name, entry in published.items():
         if name not in mine or list(mine[name].shape) != entry["shape"]:
             shape = list(mine[name].shape) if name in mine else "no such tensor"
@@ -187,6 +192,8 @@ def _check_names(mine: dict[str, Tensor], published: dict[str, Any], folder: Pat
                 f"trainer and rollout "
                 f"must load the same model.name_or_path"
             )
+    if is_partial:
+        return
     held = {tensor.data_ptr() for name, tensor in mine.items() if name in published}
     lost = [name for name, tensor in mine.items() if tensor.data_ptr() not in held]
     if lost:

@@ -7,56 +7,20 @@ asks for it by name.
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from verl_lab.config.schema import ModelConfig
+from verl_lab.config.sources import KEY, find
 from verl_lab.errors import DataError
+from verl_lab.models.lora import merge_adapter
 
-PACKAGE = "package://"
-KEY = "model.name_or_path"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model lies."""
-
-    location: str
-    """A folder, or a Hugging Face id."""
-    gguf_file: str | None = None
-    """The name of a GGUF file in that folder."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What `from_pretrained` needs beside the location."""
-        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
-
-
-def find(name_or_path: str) -> Source:
-    """Where a model lies.
-
-    Raises:
-        DataError: a package or a path does not exist.
-    """
-    path = Path(name_or_path).expanduser()
-    if name_or_path.startswith(PACKAGE):
-        path = _in_package(name_or_path)
-    elif not path.exists():
-        is_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-        if is_path or path.suffix == ".gguf":
-            raise DataError(f"{KEY}: {name_or_path} does not exist; name a folder or a model id")
-        return Source(name_or_path)
-    if path.is_dir():
-        return Source(str(path))
-    if path.suffix != ".gguf":
-        raise DataError(f"{KEY}: {path} is a file; name the model's folder, or a .gguf file")
-    return Source(str(path.parent), path.name)
+logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # in the log of a worker it is noise
 
 
 def load_policy(
@@ -88,6 +52,8 @@ def load_policy(
             **source.arguments,
         )
     plain: Any = model if source.gguf_file is None else _plain(model, dtype)
+    if source.adapter is not None:
+        merge_adapter(plain, Path(source.adapter))
     return plain.to(device).eval()  # type: ignore[no-any-return]
 
 
@@ -142,7 +108,7 @@ class _explained:
 def _plain(model: Any, dtype: torch.dtype) -> nn.Module:
     """The same weights in a model that is not marked as quantised, so that it can be saved and
     trained."""
-    config = AutoConfig.for_model(**_without_quantisation(model.config.to_dict()))
+    config = plain_config(model.config)
     config._attn_implementation = model.config._attn_implementation
     with torch.device("meta"):
         fresh: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -159,17 +125,7 @@ def _plain(model: Any, dtype: torch.dtype) -> nn.Module:
     return fresh  # type: ignore[no-any-return]
 
 
-def _without_quantisation(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "quantization_config"}
-
-
-def _in_package(name: str) -> Path:
-    package, _, rest = name.removeprefix(PACKAGE).partition("/")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise DataError(f"{KEY}: {name} needs the package {package}; install it with pip")
-    path = Path(next(iter(spec.submodule_search_locations)), rest)
-    if not path.exists():
-        there = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-        raise DataError(f"{KEY}: {name} does not exist; beside it are {', '.join(there) or 'none'}")
-    return path
+def plain_config(config: Any) -> Any:
+    """The settings of a model, in a copy that is not marked as quantised."""
+    kept = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
+    return AutoConfig.for_model(**kept)

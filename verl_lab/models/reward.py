@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from verl_lab.config.sources import find
 from verl_lab.errors import DataError
+from verl_lab.models.export import MARK
+from verl_lab.models.scorer import scorer_head
 
 BATCH_SIZE = 16
 Prompt = str | list[dict[str, Any]]
@@ -23,15 +27,18 @@ class RewardModel:
     the score.
 
     Args:
-        name_or_path: a Hugging Face id or a folder.
+        name_or_path: a Hugging Face id, a folder, or the run folder of a reward model.
         device: what torch calls the device.
     """
 
     def __init__(self, name_or_path: str, device: str) -> None:
+        location = find(name_or_path).location
+        self.reads_ids = (Path(location) / MARK).exists()
+        """Whether it was trained here, on the very token ids of prompt and response."""
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(location)
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                name_or_path, use_safetensors=True, output_loading_info=True
+                location, use_safetensors=True, output_loading_info=True
             )
         except (OSError, ValueError) as error:
             raise DataError(
@@ -48,6 +55,38 @@ class RewardModel:
         self._batch_size = BATCH_SIZE if self._agree_on_padding(model.config) else 1
         self._model = model.to(device).eval()
         self._device = device
+
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of its parameters."""
+        return sum(p.numel() * p.element_size() for p in self._model.parameters())
+
+    def speaks_like(self, tokenizer: Any) -> bool:
+        """Whether a tokenizer means the same by every id."""
+        return bool(self._tokenizer.get_vocab() == tokenizer.get_vocab())
+
+    @torch.inference_mode()
+    def score_ids(self, rows: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
+        """Scores of token ids, [B] float64: at the last token of each row, whatever it is.
+
+        Args:
+            rows: [B], prompt and response as the policy had them.
+        """
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        scores = np.empty(len(rows))
+        head = scorer_head(self._model)
+        for start in range(0, len(order), BATCH_SIZE):
+            chosen = order[start : start + BATCH_SIZE]
+            width = len(rows[chosen[-1]])
+            ids = torch.tensor([[*rows[i], *[0] * (width - len(rows[i]))] for i in chosen])
+            lengths = torch.tensor([len(rows[i]) for i in chosen])
+            mask = torch.arange(width)[None] < lengths[:, None]
+            states = self._model.base_model(
+                input_ids=ids.to(self._device), attention_mask=mask.long().to(self._device)
+            ).last_hidden_state
+            last = states[torch.arange(len(chosen)), lengths - 1]
+            scores[chosen] = head(last)[:, 0].double().cpu().numpy()
+        return scores
 
     def _agree_on_padding(self, config: Any) -> bool:
         """Makes the tokenizer pad with what the model takes for padding; False if nothing is.

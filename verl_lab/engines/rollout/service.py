@@ -13,6 +13,7 @@ from verl_lab.config.schema import LabConfig
 from verl_lab.engines.rollout.base import Report, Sampling
 from verl_lab.engines.rollout.native import NativeEngine
 from verl_lab.models.load import load_policy, load_tokenizer
+from verl_lab.models.lora import add_lora
 
 
 class RolloutService:
@@ -31,6 +32,14 @@ class RolloutService:
         self._report = report
         dtype: torch.dtype = getattr(torch, settings.model.torch_dtype)
         model = load_policy(settings.model, self.device, dtype)
+        if settings.lora is not None:
+            model = add_lora(
+                model,
+                rank=settings.lora.rank,
+                alpha=settings.lora.alpha,
+                target_modules=settings.lora.target_modules,
+                seed=settings.seed,
+            )
         self._engine = NativeEngine(model, load_tokenizer(settings.model))
 
     def generate(self, prompts: Batch, sampling: dict[str, Any], *, step: int, slots: int) -> Batch:

@@ -1,0 +1,106 @@
+"""Models that this lab trained, as folders that transformers and peft load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig
+
+from verl_lab.config.load import load_config
+from verl_lab.config.schema import LabConfig
+from verl_lab.config.sources import checkpoint_of
+from verl_lab.errors import ConfigError
+from verl_lab.models.load import load_policy, load_tokenizer, plain_config
+from verl_lab.models.lora import CONFIG as ADAPTER_CONFIG
+from verl_lab.models.lora import WEIGHTS as ADAPTER_WEIGHTS
+
+WEIGHTS = "model.safetensors"
+MARK = "verl_lab.json"
+"""Lies beside a model that reads the very token ids of prompt and response."""
+
+
+def write_model_files(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Writes all that `from_pretrained` needs beside the weights: config, generation config,
+    tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = plain_config(model.config)
+    settings.architectures = [type(model).__name__]
+    settings.dtype = "float32"
+    settings.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if "SequenceClassification" in type(model).__name__:
+        (folder / MARK).write_text(json.dumps({"reads": "ids"}))
+
+
+def export(
+    run: str | Path,
+    to: str | Path,
+    *,
+    dtype: str | None = None,
+    merge: bool = True,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the model of a run as a folder that transformers loads.
+
+    Args:
+        run: a run folder, for its newest checkpoint, or `<run>@<checkpoint>`.
+        to: the folder to write.
+        dtype: of the weights; `model.torch_dtype` of the run by default.
+        merge: add low-rank adapters to the weights; else the adapters alone are written, as peft
+            loads them.
+        overwrite: write into a folder that is not empty.
+
+    Raises:
+        ConfigError: `to` is not empty, or there is no adapter to keep apart.
+        DataError: there is no such run or checkpoint.
+    """
+    checkpoint, target = checkpoint_of(str(run)), Path(to)
+    trained = checkpoint / "trainer"
+    if target.exists() and any(target.iterdir()) and not overwrite:
+        raise ConfigError(f"--to: {target} is not empty; choose another folder, or add --force")
+    config = load_config(checkpoint.parent.parent / "config.yaml")
+    precision: torch.dtype = getattr(torch, dtype or config.model.torch_dtype)
+    target.mkdir(parents=True, exist_ok=True)
+    has_adapter = (trained / ADAPTER_CONFIG).exists()
+    if not merge:
+        if not has_adapter:
+            raise ConfigError(f"--no-merge: {run} was trained without adapters; leave it out")
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            shutil.copy(trained / name, target / name)
+    elif has_adapter:
+        _write_merged(config, trained, precision, target)
+    else:
+        _copy(trained, precision, target)
+    return target
+
+
+def _write_merged(config: LabConfig, trained: Path, dtype: torch.dtype, to: Path) -> None:
+    named = config.model.model_copy(update={"name_or_path": str(trained)})
+    model: Any = load_policy(named, torch.device("cpu"), dtype)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(to)
+    load_tokenizer(config.model).save_pretrained(to)
+
+
+def _copy(trained: Path, dtype: torch.dtype, to: Path) -> None:
+    own = {"learner.json", "optimizer.safetensors", "rng.safetensors", WEIGHTS}
+    for path in trained.iterdir():
+        if path.is_file() and path.name not in own:
+            shutil.copy(path, to / path.name)
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in load_file(trained / WEIGHTS).items()
+    }
+    save_file(tensors, to / WEIGHTS, metadata={"format": "pt"})
+    settings = AutoConfig.from_pretrained(to)
+    settings.dtype = str(dtype).removeprefix("torch.")
+    settings.save_pretrained(to)
