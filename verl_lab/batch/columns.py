@@ -29,6 +29,7 @@ TOKEN_COLUMNS: dict[str, pa.DataType] = {
     "old_logprobs": pa.list_(pa.float32()),
     "ref_logprobs": pa.list_(pa.float32()),
     "values": pa.list_(pa.float32()),
+    "returns": pa.list_(pa.float32()),
     "advantages": pa.list_(pa.float32()),
 }
 """One value a response token; in a row all have the length of `response_ids`."""

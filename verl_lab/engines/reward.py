@@ -22,11 +22,11 @@ from verl_lab.config.schema import LabConfig
 from verl_lab.data.sources import MESSAGES
 from verl_lab.data.tasks import make_task
 from verl_lab.errors import ConfigError, RewardError
+from verl_lab.models.reward import Prompt
 from verl_lab.rewards.function import RewardFunction, from_reference
-from verl_lab.rewards.model import Prompt, RewardModel
 
 Report = Callable[[dict[str, Any]], None]
-NO_FUNCTIONS = {"task", "reward_model"}
+NO_FUNCTIONS = {"task", "reward_model", "length", "overlong"}
 """Parts that are no functions, whatever functions there are."""
 
 
@@ -62,8 +62,6 @@ class RewardService:
             if ":" in part and part not in self._functions:
                 self._functions[part] = from_reference(part)
         self._task = None if self._config.task is None else make_task(self._config.task)
-        model = self._config.reward_model
-        self._model = None if model is None else RewardModel(model.name_or_path, device)
 
     def check_columns(self, names: list[str]) -> None:
         """Raises a RewardError if a function needs a column that is not among `names`."""
@@ -86,15 +84,12 @@ class RewardService:
         return batch.with_columns({column: _checked(scores, batch, part)}), stats
 
     def _scores(self, batch: Batch, part: str, stats: dict[str, Any]) -> list[Any]:
-        if part == "reward_model" and self._model is not None:
-            return list(self._model.score(_prompts(batch), batch["response"]))
         if part == "task" and self._task is not None:
             score = self._task.score
             rows = _rows(batch.without([*TOKEN_COLUMNS, "prompt_ids"]))
             return self._one_by_one(lambda row: score(row["response"], row), rows, stats)
         if part not in self._functions:
-            own = {"task": self._task, "reward_model": self._model}
-            known = [*self._functions, *(name for name, there in own.items() if there is not None)]
+            known = [*self._functions, *(["task"] if self._task is not None else [])]
             raise ConfigError(
                 f"reward.parts: there is no part {part}; there are {', '.join(known)}"
             )
@@ -171,7 +166,7 @@ def _rows(batch: Batch) -> list[dict[str, Any]]:
     return batch.table.to_pylist()  # type: ignore[no-any-return]
 
 
-def _prompts(batch: Batch) -> list[Prompt]:
+def prompts_of(batch: Batch) -> list[Prompt]:
     """What the reward model reads: chat messages where the prompt was given as such."""
     texts: list[Prompt] = batch["prompt"]
     if MESSAGES not in batch:

@@ -7,6 +7,7 @@ from verl_lab.batch.columns import Batch
 from verl_lab.engines.trainer.attention import NAME
 from verl_lab.engines.trainer.base import UpdateSettings
 from verl_lab.engines.trainer.engine import PolicyTrainer
+from verl_lab.engines.trainer.learner import Learner
 
 SETTINGS = UpdateSettings(
     learning_rate=1e-2,
@@ -40,11 +41,11 @@ def trainer(tiny_model):
     """A trainer over a random model; the reference is the same model again."""
 
     def make(kind="llama", dtype=torch.float64, seed=0, **arguments):
+        learner = Learner(
+            tiny_model(kind, dtype, NAME, seed), (0.9, 0.999), offload_optimizer=False
+        )
         return PolicyTrainer(
-            tiny_model(kind, dtype, NAME, seed),
-            lambda: tiny_model(kind, dtype, NAME, seed),
-            dtype,
-            **arguments,
+            learner, lambda: tiny_model(kind, dtype, NAME, seed), dtype, **arguments
         )
 
     return make

@@ -7,6 +7,8 @@ from verl_lab.engines.trainer.attention import NAME
 from verl_lab.engines.trainer.policy import PackedPolicy
 from verl_lab.errors import ShapeError
 
+BETAS = (0.9, 0.999)
+
 
 def plain_logprobs(model, batch, temperature):
     """What a full forward pass per sample gives, without packing."""
@@ -21,13 +23,14 @@ def plain_logprobs(model, batch, temperature):
 def gradients(engine, batch, settings, ignore):
     """The gradient of one update, caught before the optimizer clears it."""
     caught = {}
-    step = engine._optimizer.step
+    learner = engine._learner
+    step = learner.optimizer.step
 
-    def catch(numbers):
-        caught.update({n: p.grad.clone() for n, p in engine.model.named_parameters()})
-        return step(numbers)
+    def catch(numbers, peak=None):
+        caught.update({n: p.grad.clone() for n, p in learner.model.named_parameters()})
+        return step(numbers, peak)
 
-    engine._optimizer.step = catch
+    learner.optimizer.step = catch
     engine.update(batch, settings, ignore)
     return caught
 
@@ -121,13 +124,13 @@ def test_several_updates_train_on_equal_shares_and_move_away_from_the_old_policy
     engine = trainer()
     reports = []
     done, metrics = engine.update(batch, settings(updates_per_step=2), reports.append)
-    assert engine._optimizer.num_updates == 2
+    assert engine._learner.optimizer.num_updates == 2
     assert metrics["policy/ratio_max"] > 1
     assert reports[-1] == {"done": 2, "total": 2}
     expected = trainer().logprobs(batch, 0.8, 10_000)
     assert done["old_logprobs"] == expected["old_logprobs"]
-    with pytest.raises(ShapeError, match="updates_per_step=3 does not divide the 4 groups"):
-        engine.update(batch, settings(updates_per_step=3), ignore)
+    with pytest.raises(ShapeError, match="updates_per_step=5: the batch has only 4 groups"):
+        engine.update(batch, settings(updates_per_step=5), ignore)
 
 
 def test_masked_tokens_do_not_train_and_the_end_of_sequence_does(trainer, batch, settings, ignore):
@@ -167,11 +170,11 @@ def test_training_makes_rewarded_responses_likelier(trainer, batch, settings, ig
 
 def test_a_gradient_that_is_not_finite_makes_no_update(trainer, batch, settings, ignore):
     engine = trainer()
-    weights = {n: p.clone() for n, p in engine.model.named_parameters()}
+    weights = {n: p.clone() for n, p in engine._learner.model.named_parameters()}
     broken = [[float("inf")] * len(r) for r in batch["response_ids"]]
     _, metrics = engine.update(batch.with_columns({"advantages": broken}), settings(), ignore)
     assert metrics["policy/skipped_updates"] == 1
-    assert all(torch.equal(p, weights[n]) for n, p in engine.model.named_parameters())
+    assert all(torch.equal(p, weights[n]) for n, p in engine._learner.model.named_parameters())
 
 
 def test_a_batch_without_what_an_update_needs_names_it(trainer, batch, settings, ignore):
@@ -179,6 +182,20 @@ def test_a_batch_without_what_an_update_needs_names_it(trainer, batch, settings,
         trainer().update(batch.without(["advantages"]), settings(), ignore)
     with pytest.raises(ShapeError, match="lacks ref_logprobs"):
         trainer().update(batch, settings(kl_coef=0.1), ignore)
+
+
+def test_a_failed_update_leaves_no_gradient_behind(trainer, batch, settings, ignore):
+    expected = gradients(trainer(), batch, settings(micro_batch_tokens=20), ignore)
+    engine = trainer()
+
+    def fail(progress):
+        raise RuntimeError("between two micro-batches")
+
+    with pytest.raises(RuntimeError, match="between two"):
+        engine.update(batch, settings(micro_batch_tokens=20), fail)
+    found = gradients(engine, batch, settings(micro_batch_tokens=20), ignore)
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient)
 
 
 def test_training_goes_on_bit_for_bit_after_saving_and_loading(
@@ -195,7 +212,7 @@ def test_training_goes_on_bit_for_bit_after_saving_and_loading(
     resumed.load(tmp_path / "state")
     train(resumed, 3)
     for (name, one), other in zip(
-        straight.model.named_parameters(), resumed.model.parameters(), strict=True
+        straight._learner.model.named_parameters(), resumed._learner.model.parameters(), strict=True
     ):
         assert torch.equal(one, other), name
 
@@ -203,8 +220,8 @@ def test_training_goes_on_bit_for_bit_after_saving_and_loading(
 def test_gradient_checkpointing_changes_no_gradient(trainer, batch, settings, ignore):
     plain = gradients(trainer(), batch, settings(), ignore)
     engine = trainer()
-    engine.model.activation_checkpointing_enable({"use_reentrant": False})
-    engine.model.train()
+    engine._learner.model.activation_checkpointing_enable({"use_reentrant": False})
+    engine._learner.model.train()
     for name, gradient in gradients(engine, batch, settings(), ignore).items():
         torch.testing.assert_close(gradient, plain[name], atol=1e-10, rtol=0)
 
@@ -215,12 +232,14 @@ def test_bfloat16_computes_in_half_precision_over_float32_masters(
     from safetensors.torch import load_file
 
     from verl_lab.engines.trainer.engine import PolicyTrainer
+    from verl_lab.engines.trainer.learner import Learner
 
-    engine = PolicyTrainer(tiny_model("llama", torch.float32, NAME), lambda: None, torch.bfloat16)
+    learner = Learner(tiny_model("llama", torch.float32, NAME), BETAS, offload_optimizer=False)
+    engine = PolicyTrainer(learner, lambda: None, torch.bfloat16)
     exact = engine.logprobs(batch, 0.8, 10_000)["old_logprobs"]
     _, metrics = engine.update(batch, settings(), ignore)
     assert metrics["policy/skipped_updates"] == 0
-    assert all(p.dtype == torch.float32 for p in engine.model.parameters())
+    assert all(p.dtype == torch.float32 for p in engine._learner.model.parameters())
     engine.publish(tmp_path / "w", 1)
     published = load_file(tmp_path / "w" / "rank0.safetensors")
     assert {t.dtype for t in published.values()} == {torch.bfloat16}

@@ -35,14 +35,22 @@ class Optimizer:
         self._offload = offload
         self.num_updates = 0
 
-    def step(self, settings: UpdateSettings) -> dict[str, float]:
+    def zero_grad(self) -> None:
+        """Forgets gradients, those of an update that failed half-way included."""
+        self._adam.zero_grad(set_to_none=True)
+
+    def step(self, settings: UpdateSettings, peak: float | None = None) -> dict[str, float]:
         """Clips the gradient and makes one update; a gradient that is not finite makes none.
+
+        Args:
+            settings: the numbers.
+            peak: learning rate in place of that of the settings.
 
         Returns:
             `grad_norm` before clipping, `learning_rate`, `skipped_updates`.
         """
         norm = nn.utils.clip_grad_norm_(list(self._names), settings.max_grad_norm)
-        rate = learning_rate(self.num_updates, settings)
+        rate = learning_rate(self.num_updates, settings, peak)
         is_finite = bool(norm.isfinite())
         if is_finite:
             for group in self._adam.param_groups:
@@ -52,7 +60,7 @@ class Optimizer:
             self._adam.step()
             if self._offload:
                 self._move_state(torch.device("cpu"))
-        self._adam.zero_grad(set_to_none=True)
+        self.zero_grad()
         self.num_updates += 1
         return {"grad_norm": float(norm), "learning_rate": rate, "skipped_updates": 1.0 - is_finite}
 
@@ -81,13 +89,14 @@ class Optimizer:
                 state[key] = tensor.to(device or parameter.device)
 
 
-def learning_rate(update: int, settings: UpdateSettings) -> float:
+def learning_rate(update: int, settings: UpdateSettings, peak: float | None = None) -> float:
     """The learning rate of an update, counted from 0.
 
     It rises linearly over the warm-up, so that the first update has 1/warmup of the peak, and then
     decays to 0 at `total_updates`: not at all, linearly, or as half a cosine.
     """
-    peak, warmup = settings.learning_rate, settings.warmup_updates
+    peak = settings.learning_rate if peak is None else peak
+    warmup = settings.warmup_updates
     if update < warmup:
         return peak * (update + 1) / warmup
     span = max(settings.total_updates - warmup, 1)

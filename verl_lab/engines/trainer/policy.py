@@ -1,7 +1,6 @@
-"""A causal language model as the trainer calls it: packed samples in, log-probabilities of their
-responses out.
+"""Models as the trainer calls them: packed samples in, log-probabilities or scores out.
 
-Shapes: S packed tokens, T response tokens, D hidden size, V vocabulary.
+Shapes: S packed tokens, T response tokens, B samples, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,57 +23,52 @@ CHUNK_TOKENS = 1024
 """Rows of logits held at once."""
 
 
-class PackedPolicy:
-    """Log-probabilities of a model.
+class PackedTrunk:
+    """The hidden states of a model.
 
     Args:
-        model: a transformers causal language model, loaded with packed attention or flash
-            attention.
+        model: a transformers model, loaded with packed attention or flash attention.
         compute_dtype: the precision of forward passes; parameters keep theirs.
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
         self.model = model
         self.compute_dtype = compute_dtype
-        self._head = _head(model)
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.model.parameters()).device
 
-    def logprobs(
-        self, packed: Packed, temperature: float, *, with_entropy: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the response tokens, [T] each."""
+    def states(self, packed: Packed, places: Tensor) -> Tensor:
+        """The last hidden states at some places in S, [n, D]."""
         base: Any = self.model.base_model
-        with self._autocast():
+        with self.autocast():
             hidden = base(
                 input_ids=packed.input_ids,
                 position_ids=packed.position_ids,
                 use_cache=False,
                 **self._boundaries(packed),
             ).last_hidden_state[0]
-            return chunked_logprobs(
-                hidden.index_select(0, packed.prediction_index),
-                self._head,
-                packed.target_ids,
-                temperature=temperature,
-                chunk_tokens=CHUNK_TOKENS,
-                with_entropy=with_entropy,
-            )
+            return hidden.index_select(0, places)  # type: ignore[no-any-return]
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of forward passes."""
+        if self.compute_dtype in (torch.float32, torch.float64):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype)
 
     @torch.no_grad()
-    def score(
-        self, batch: Batch, temperature: float, micro_batch_tokens: int
+    def by_row(
+        self, batch: Batch, micro_batch_tokens: int, values: Callable[[Packed], Tensor]
     ) -> list[np.ndarray[Any, Any]]:
-        """Log-probabilities of every response token of a batch, a row a sample."""
+        """`values` of every response token of a batch, a row a sample."""
         rows: list[np.ndarray[Any, Any] | None] = [None] * len(batch)
         for indices in micro_batches(sample_lengths(batch), micro_batch_tokens):
             part = batch.take(indices)
-            found, _ = self.logprobs(pack(part, self.device), temperature, with_entropy=False)
-            for index, values in zip(indices, unpack(found, part), strict=True):
-                rows[index] = values
+            found = values(pack(part, self.device))
+            for index, row in zip(indices, unpack(found, part), strict=True):
+                rows[index] = row
         return rows  # type: ignore[return-value]
 
     def _boundaries(self, packed: Packed) -> dict[str, Any]:
@@ -89,10 +83,86 @@ class PackedPolicy:
             "max_length_k": packed.max_seqlen,
         }
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.compute_dtype in (torch.float32, torch.float64):
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.compute_dtype)
+
+class PackedPolicy(PackedTrunk):
+    """Log-probabilities of a causal language model."""
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
+        super().__init__(model, compute_dtype)
+        self._head = _head(model)
+
+    def predicting(self, packed: Packed) -> Tensor:
+        """The hidden state before each response token, [T, D]."""
+        return self.states(packed, packed.prediction_index)
+
+    def logprobs(
+        self,
+        packed: Packed,
+        temperature: float,
+        *,
+        with_entropy: bool = True,
+        entropy_grad: bool = False,
+        states: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the response tokens, [T] each.
+
+        Args:
+            packed: the samples.
+            temperature: of sampling.
+            with_entropy: without it the entropy is 0, and cheaper.
+            entropy_grad: whether the entropy has a gradient.
+            states: what `predicting` gave, where that is known.
+        """
+        states = self.predicting(packed) if states is None else states
+        with self.autocast():
+            return chunked_logprobs(
+                states,
+                self._head,
+                packed.target_ids,
+                temperature=temperature,
+                chunk_tokens=CHUNK_TOKENS,
+                with_entropy=with_entropy,
+                entropy_grad=entropy_grad,
+            )
+
+    def score(
+        self, batch: Batch, temperature: float, micro_batch_tokens: int
+    ) -> list[np.ndarray[Any, Any]]:
+        """Log-probabilities of every response token of a batch, a row a sample."""
+        return self.by_row(
+            batch,
+            micro_batch_tokens,
+            lambda packed: self.logprobs(packed, temperature, with_entropy=False)[0],
+        )
+
+
+class PackedScorer(PackedTrunk):
+    """Scores of a sequence classifier with one label: a critic, or a reward model.
+
+    Args:
+        model: a transformers sequence classifier.
+        head: its last layer, which runs in float32 at least.
+        compute_dtype: the precision of its trunk.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module, compute_dtype: torch.dtype) -> None:
+        super().__init__(model, compute_dtype)
+        self.head = head
+
+    def values(self, packed: Packed) -> Tensor:
+        """The score of the state before each response token, [T]."""
+        return head_values(self.head, self.states(packed, packed.prediction_index))
+
+    def scores(self, packed: Packed) -> Tensor:
+        """The score of each sample, at its last token, [B]."""
+        return head_values(self.head, self.states(packed, packed.cu_seqlens[1:].long() - 1))
+
+
+def head_values(head: nn.Module, states: Tensor) -> Tensor:
+    """One number a state, [n], in the precision of the head's weights."""
+    weight = next(head.parameters())
+    values: Tensor = head(states.to(weight.dtype))
+    return values[:, 0]
 
 
 def sample_lengths(batch: Batch) -> list[int]:
