@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_lab.batch.columns import Batch
+    from verl_lab.config.functions import advantage, policy_loss, recipe
     from verl_lab.config.load import load_config
     from verl_lab.config.schema import LabConfig
     from verl_lab.errors import (
@@ -50,9 +51,12 @@ __all__ = [
     "ShapeError",
     "StateError",
     "WorkerError",
+    "advantage",
     "attach",
     "load_config",
+    "policy_loss",
     "ps",
+    "recipe",
     "reward",
     "runs",
 ]
@@ -62,9 +66,12 @@ _HOME = {
     "LabConfig": "config.schema",
     "Run": "session.run",
     "Session": "session.session",
+    "advantage": "config.functions",
     "attach": "session.registry",
     "load_config": "config.load",
+    "policy_loss": "config.functions",
     "ps": "session.registry",
+    "recipe": "config.functions",
     "reward": "rewards.function",
     "runs": "session.registry",
 }

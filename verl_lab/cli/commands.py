@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from verl_lab import __version__
-from verl_lab.cli import check, doctor, runs, sessions, train
+from verl_lab.cli import check, doctor, recipes, runs, sessions, train
 from verl_lab.cli.terminal import print_line
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("check")(check.check)
+app.command("recipes")(recipes.recipes)
 app.command("ps")(sessions.ps)
 app.command("attach")(sessions.attach)
 app.command("stop")(sessions.stop)

@@ -13,6 +13,7 @@ from verl_lab.cli.exits import INTERRUPTED, WRONG_INPUT, exit_code
 from verl_lab.cli.follow import POLL_S, Interrupts, News, end_on_record, follow, view_for_terminal
 from verl_lab.cli.progress import View, heldout_score
 from verl_lab.cli.terminal import print_line
+from verl_lab.config.presets import describe_recipe
 from verl_lab.errors import ConfigError, LabError, RewardError, StateError, WorkerError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def train(
     began = time.time()
     with Interrupts() as interrupts:
         session = Session(config, *keys, resume=resume)
+        print_line(f"Recipe {describe_recipe(session.config.recipe, session.config.model_dump())}")
         with view_for_terminal() as view:
             run = begin(session, view, interrupts, is_new=resume is None)
             news = News(after_step=session.status()["step"] if resume else -1, since=began)

@@ -14,7 +14,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -119,20 +119,20 @@ def dumps(config: LabConfig) -> dict[str, dict[str, str]]:
     Raises:
         ConfigError: one cannot travel to another process.
     """
+    return {
+        kind: {name: _pickled(kind, name)}
+        for kind, name in _names(config).items()
+        if name not in BUILT_IN[kind]
+    }
+
+
+def functions_named(changes: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The same for the functions that some changes of keys name, as far as they are known here."""
     found: dict[str, dict[str, str]] = {}
-    for kind, name in _names(config).items():
-        if name in BUILT_IN[kind]:
-            continue
-        try:
-            data = cloudpickle.dumps(lookup(kind, name))
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever an object raises when it refuses to be pickled
-            raise ConfigError(
-                f"{KEYS[kind]}: {name} cannot travel to another process ({error}); make what it "
-                f"needs inside the function"
-            ) from error
-        found[kind] = {name: data.hex()}
+    for kind, key in KEYS.items():
+        name = changes.get(key)
+        if isinstance(name, str) and (name in _registered[kind] or ":" in name):
+            found[kind] = {name: _pickled(kind, name)}
     return found
 
 
@@ -150,6 +150,17 @@ def _names(config: LabConfig) -> dict[Kind, str]:
         "policy_loss": algorithm.policy_loss,
         "recipe": config.recipe,
     }
+
+
+def _pickled(kind: Kind, name: str) -> str:
+    function = lookup(kind, name)
+    try:
+        return str(cloudpickle.dumps(function).hex())
+    except Exception as error:  # whatever an object raises when it refuses to be pickled
+        raise ConfigError(
+            f"{KEYS[kind]}: {name} cannot travel to another process ({error}); make what it needs "
+            f"inside the function"
+        ) from error
 
 
 def _unknown(kind: Kind, name: str) -> str:

@@ -94,7 +94,11 @@ def set_knob(config: LabConfig, changes: Mapping[str, Any]) -> LabConfig:
             raise ConfigError(f"{key}: {what}; {hint}those that may change are {', '.join(live)}")
         section, _, name = key.rpartition(".")
         (tree[section] if section else tree)[name] = value
-    return load_config(tree)
+    changed = load_config(tree)
+    problems = list(name_problems(changed))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return changed
 
 
 def start_problems(config: LabConfig, *, has_reward: bool = False) -> list[str]:
@@ -104,9 +108,12 @@ def start_problems(config: LabConfig, *, has_reward: bool = False) -> list[str]:
         config: the settings.
         has_reward: a reward function is given in code.
     """
-    problems = missing_devices(config)
+    problems = [*name_problems(config), *missing_devices(config)]
     data = config.data
-    if config.task is None and data.path is None and data.prompts is None:
+    if config.objective in ("preference", "reward_model") and not config.samples_policy:
+        if data.path is None:
+            problems.append(f"data.path: recipe {config.recipe} learns from pairs; name their file")
+    elif config.task is None and data.path is None and data.prompts is None:
         problems.append("task: there are no prompts; set task, data.path or data.prompts")
     problems += [
         f"data.{key}: {path} does not exist; name a .jsonl or .parquet file or a dataset folder"
@@ -114,7 +121,8 @@ def start_problems(config: LabConfig, *, has_reward: bool = False) -> list[str]:
         if path is not None and not Path(path).exists()
     ]
     parts = config.reward.parts
-    if not (has_reward or parts or config.task or config.reward_model):
+    has_reward = has_reward or bool(parts or config.task or config.reward_model)
+    if config.samples_policy and not has_reward:
         problems.append(
             "reward.parts: nothing scores the responses; name a function as file.py:function, "
             "use a task, or pass reward= to Session"
@@ -266,7 +274,6 @@ def _cross_problems(config: LabConfig) -> Iterator[str]:
             f"top_k=0, "
             f"or set rollout.allow_truncated_sampling=true"
         )
-    yield from name_problems(config)
     yield from _algorithm_problems(config)
     is_grouped = algorithm.advantage == "pass_at_k" or (
         algorithm.advantage in ("group", "returns") and algorithm.baseline not in ("none", "greedy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_lab.config.devices import Device, resolve_devices
+from verl_lab.config.presets import describe_recipe
 from verl_lab.config.schema import LabConfig
 
 
@@ -21,6 +22,8 @@ class PlannedWorker:
 class Plan:
     """What a config comes to."""
 
+    recipe: str
+    """What the recipe sets, in a line."""
     steps: int
     samples_per_step: int
     prompts_per_step: int
@@ -41,6 +44,7 @@ class Plan:
         responses = f"{self.group_size} response{'s' * (self.group_size > 1)}"
         groups = f"{self.prompts_per_step} prompts x {responses}"
         rows = [
+            ("recipe", self.recipe),
             ("a step", f"{samples} samples = {groups}"),
             ("", f"{updates} update{'s' * (updates > 1)} of {samples // updates} samples"),
             ("the run", f"{self.steps} steps, {self.total_samples:,} samples"),
@@ -73,6 +77,7 @@ def plan(config: LabConfig) -> Plan:
     ]
     heavy = [worker for worker in workers if not worker.name.startswith("reward-")]
     return Plan(
+        recipe=describe_recipe(config.recipe, config.model_dump()),
         steps=config.steps,
         samples_per_step=config.trainer.train_batch_size,
         prompts_per_step=config.prompts_per_step,

@@ -137,7 +137,7 @@ PRESETS: dict[str, Preset] = {
         {"algorithm.advantage": "pass_at_k", "algorithm.scale": "none"},
     ),
     "ppo": Preset(
-        "PPO with a critic and generalised advantages (arXiv:1707.06347, arXiv:1909.08593)",
+        "PPO with a critic and generalised advantages (arXiv:1707.06347, arXiv:1506.02438)",
         {
             "algorithm.advantage": "gae",
             "algorithm.advantage_options": {"gamma": 1.0, "lam": 0.95},
@@ -202,6 +202,42 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 """By the name that `recipe` gives in the config."""
+
+
+def describe_preset(name: str) -> str:
+    """What a recipe's name stands for and sets, on a line each."""
+    preset = PRESETS.get(name)
+    if preset is None:
+        return f"{name}: a function of your own, which sets nothing"
+    lines = [f"{name}: {preset.summary}"]
+    lines += [f"  {key}: {_text(value)}" for key, value in preset.sets.items()]
+    return "\n".join(lines)
+
+
+def describe_recipe(name: str, tree: Mapping[str, Any]) -> str:
+    """One line for a recipe: what it sets, and which of these keys are set otherwise.
+
+    Args:
+        name: the recipe.
+        tree: the resolved config as plain data.
+    """
+    preset = PRESETS.get(name)
+    if preset is None or not preset.sets:
+        return name
+    parts = []
+    for key, value in preset.sets.items():
+        found: Any = tree
+        for part in key.split("."):
+            found = found[part] if isinstance(found, Mapping) else None
+        is_same = found == value or (value == {} and found is not None)
+        parts.append(f"{key}={_text(value)}" if is_same else f"{key}={_text(found)} (yours)")
+    return f"{name} sets {', '.join(parts)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {_text(v)}" for k, v in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def apply_preset(tree: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Literal
 
 from verl_lab.batch.columns import Batch
+from verl_lab.config.functions import loads
 from verl_lab.config.load import dump_config, set_knob
 from verl_lab.config.schema import LabConfig
 from verl_lab.controller.experiment import Experiment
@@ -33,9 +34,12 @@ class Conductor:
 
     CALLS: ClassVar[set[str]] = {
         "ready", "train", "pause", "resume", "stop", "set", "set_rewards", "evaluate", "snapshot",
-        "rewind", "prompts", "rollout", "score", "reference_logprobs", "advantages", "update",
-        "sync_weights",
+        "rewind", "prompts", "stage", "sync_weights",
     }  # fmt: skip
+    STAGES: ClassVar[tuple[str, ...]] = (
+        "rollout", "score", "resample", "greedy_rewards", "reference_logprobs", "values",
+        "advantages", "pairs", "update",
+    )  # fmt: skip
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
@@ -222,14 +226,26 @@ class Conductor:
 
     # --- what a client may do between steps
 
-    async def set(self, changes: dict[str, Any]) -> int:
-        """Changes live knobs; returns the first step that has them."""
+    async def set(
+        self, changes: dict[str, Any], own: dict[str, dict[str, str]] | None = None
+    ) -> int:
+        """Changes live knobs; returns the first step that has them.
+
+        Args:
+            changes: values by dotted key.
+            own: the user's own functions that they name, pickled.
+        """
         await self.ready()
+        loads(own or {})
         config = set_knob(self._config_wanted, changes)
         self._config_wanted = config
 
         async def apply() -> None:
             lab, history = self.experiment.lab, self.experiment.history
+            if own:
+                await lab.add_functions(own)
+            if "algorithm.kl_coef" in changes:
+                lab.kl_coef = config.algorithm.kl_coef
             for key, value in changes.items():
                 history.intervention(lab.step + 1, key, _value(lab.config, key), value)
             lab.config = config
@@ -285,42 +301,35 @@ class Conductor:
         lab = self.experiment.lab
         return self.experiment.prompts.train.next(n or lab.config.prompts_per_step)
 
-    async def rollout(self, prompts: Batch) -> Batch:
-        """See `Lab.rollout`."""
-        return await self._stage("rollout", prompts)
+    async def stage(self, name: str, batch: Batch) -> Batch:
+        """One stage of `Lab` by its name; see there.
 
-    async def score(self, batch: Batch) -> Batch:
-        """See `Lab.score`."""
-        return await self._stage("score", batch)
-
-    async def reference_logprobs(self, batch: Batch) -> Batch:
-        """See `Lab.reference_logprobs`."""
-        return await self._stage("reference_logprobs", batch)
-
-    async def advantages(self, batch: Batch) -> Batch:
-        """See `Lab.advantages`."""
-        await self._free("advantages")
-        return self.experiment.lab.advantages(batch)
-
-    async def update(self, batch: Batch) -> Batch:
-        """See `Lab.update`."""
-        self._stepped_by_hand = await self._stage("update", batch)
-        return self._stepped_by_hand
+        An update ends the step where nothing is sampled, so that no weights are synchronised.
+        """
+        if name not in self.STAGES:
+            raise StateError(f"{name}: no such stage; use one of {', '.join(self.STAGES)}")
+        await self._free(name)
+        async with self._busy:
+            found = getattr(self.experiment.lab, name)(batch)
+            batch = await found if asyncio.iscoroutine(found) else found
+        if name == "update":
+            self._stepped_by_hand = batch
+            if not self.experiment.lab.config.samples_policy:
+                await self._end_step()
+        return batch
 
     async def sync_weights(self) -> int:
         """See `Lab.sync_weights`; after an update it ends the step made by hand, and records it."""
         await self._free("sync_weights")
         async with self._busy:
             version = await self.experiment.lab.sync_weights()
+        await self._end_step()
+        return version
+
+    async def _end_step(self) -> None:
         if self._stepped_by_hand is not None:
             batch, self._stepped_by_hand = self._stepped_by_hand, None
             await self.finish_step(batch)
-        return version
-
-    async def _stage(self, name: str, batch: Batch) -> Batch:
-        await self._free(name)
-        async with self._busy:
-            return await getattr(self.experiment.lab, name)(batch)  # type: ignore[no-any-return]
 
     # --- inner workings
 

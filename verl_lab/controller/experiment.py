@@ -13,7 +13,7 @@ from verl_lab.config.load import dump_config
 from verl_lab.config.schema import LabConfig
 from verl_lab.controller.history import History
 from verl_lab.controller.lab import Lab
-from verl_lab.controller.recipes import RECIPES
+from verl_lab.controller.recipes import recipe_of
 from verl_lab.controller.selftest import NUM_PROMPTS, self_test
 from verl_lab.data.prompts import PromptSet, load_prompts
 from verl_lab.errors import StateError, WorkerError
@@ -55,8 +55,7 @@ class Experiment:
     @property
     def devices(self) -> list[str]:
         """What the workers run on."""
-        groups = (self.lab.rollout_group, self.lab.trainer_group, self.lab.reward_group)
-        return sorted({device for group in groups for device in group.devices})
+        return sorted({device for group in self.lab.groups for device in group.devices})
 
     async def open(
         self, functions: dict[str, bytes], *, parts: dict[str, float] | None, is_resume: bool
@@ -68,6 +67,7 @@ class Experiment:
         if parts is not None:
             self.lab.parts = parts
         self.prompts, _ = await asyncio.gather(self._load_prompts(), self.lab.start())
+        self.lab.draw = self.prompts.train.next
         self.history.describe(
             devices=self.devices,
             data={
@@ -83,11 +83,13 @@ class Experiment:
             await self.return_to(newest, f"resume from {newest.name if newest else 'the start'}")
         else:
             self.history.begin(0, "start")
-            await self.lab.sync_weights()
+            await self._first_sync()
             self.lab.metrics.clear()
 
     async def check_rewards(self) -> None:
         """Raises if a reward function needs a column that the samples will not have."""
+        if not self.lab.config.has_rollout:
+            return
         names = {*self.prompts.train.peek(1).names, *SAMPLED}
         await self.lab.reward_group.check_columns(sorted(names))
 
@@ -103,7 +105,8 @@ class Experiment:
         if not self.lab.has_trainer:
             gone = WorkerError("trainer-0", "was gone before the run began")
             await self.recover(cause or gone)
-        if self.lab.step == 0 and not self._is_tested:
+        samples = self.lab.config.samples_policy
+        if samples and self.lab.step == 0 and not self._is_tested:
             self.history.record(0, await self_test(self.lab, self.prompts.train.peek(NUM_PROMPTS)))
             self.lab.metrics.clear()
         self._is_tested = True
@@ -122,7 +125,7 @@ class Experiment:
 
     async def run_recipe(self, prompts: Batch) -> Batch:
         """One step's stages."""
-        return await RECIPES[self.lab.config.recipe](self.lab, prompts)
+        return await recipe_of(self.lab.config)(self.lab, prompts)
 
     async def finish_step(self, batch: Batch) -> None:
         """Records a step; evaluates and saves where that is due."""
@@ -135,7 +138,7 @@ class Experiment:
             self._step_started = None
         self.history.record(step, self.lab.metrics, batch)
         self.lab.metrics.clear()
-        if config.eval.every_steps and step % config.eval.every_steps == 0:
+        if self._evaluates and step % config.eval.every_steps == 0:
             await self.evaluate()
         if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
             await self.save()
@@ -158,6 +161,7 @@ class Experiment:
         state = {
             "step": self.lab.step,
             "weights_version": self.lab.weights_version,
+            "kl_coef": self.lab.kl_coef,
             "prompts": self.prompts.train.state(),
         }
         keep = self.lab.config.checkpoint.keep
@@ -178,9 +182,14 @@ class Experiment:
         self.lab.step = state["step"]
         self.lab.weights_version = state["weights_version"] - 1
         self.history.begin(self.lab.step, reason)
-        await self.lab.sync_weights()
+        self.lab.kl_coef = state.get("kl_coef", self.lab.config.algorithm.kl_coef)
+        await self._first_sync()
         self.lab.metrics.clear()
         return self.lab.step
+
+    async def _first_sync(self) -> None:
+        if self.lab.config.has_rollout:
+            await self.lab.sync_weights()
 
     async def recover(self, error: WorkerError) -> None:
         """Takes a new trainer back to the newest checkpoint, or to the start."""
@@ -190,8 +199,14 @@ class Experiment:
         await self.return_to(self.history.newest(), f"recovery: {error.worker} {error.reason}")
 
     async def _evaluate_if_new(self) -> None:
-        if self.lab.config.eval.every_steps and not self.history.has_evaluation(self.lab.step):
+        if self._evaluates and not self.history.has_evaluation(self.lab.step):
             await self.evaluate()
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether evaluations are due at all; supervised data need not have a held-out part."""
+        can = len(self.prompts.heldout) > 0 or self.lab.config.samples_policy
+        return can and self.lab.config.eval.every_steps > 0
 
     async def _load_prompts(self) -> PromptSet:
         config = self.lab.config

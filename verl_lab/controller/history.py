@@ -69,7 +69,7 @@ class History:
             self._samples.write(step, self._recorder.attempt, batch)
         self._recorder.step(step, metrics)
         self.last = {**self.last, **metrics}
-        if "eval/reward" in metrics:
+        if any(name.startswith("eval/") for name in metrics):
             self._evaluated.add(step)
 
     def has_evaluation(self, step: int) -> bool:

@@ -10,21 +10,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_lab.algos.advantages import constant_groups, group_advantages
+from verl_lab.algos.advantages import constant_groups
+from verl_lab.algos.kl import adapted_coefficient
 from verl_lab.batch.columns import Batch
 from verl_lab.config.devices import resolve_devices
+from verl_lab.config.functions import loads
 from verl_lab.config.schema import LabConfig
-from verl_lab.controller.groups import RewardGroup, RolloutGroup, ScoreCounts, TrainerGroup
+from verl_lab.controller.estimation import best_and_worst, with_advantages
+from verl_lab.controller.evaluation import GREEDY_SEED_STEP, evaluate
+from verl_lab.controller.groups import Group, RolloutGroup, TrainerGroup
+from verl_lab.controller.resampling import resample
+from verl_lab.controller.reward_group import RewardGroup, RewardModelGroup, ScoreCounts
+from verl_lab.data.examples import as_prompts
 from verl_lab.engines.rollout.base import Sampling
 from verl_lab.engines.trainer.base import UpdateSettings
 from verl_lab.engines.weights import remove_version
 from verl_lab.errors import StateError
 from verl_lab.rewards.compose import combine
+from verl_lab.rewards.lengths import LENGTH_PARTS, length_parts
 from verl_lab.runtime.peer import Peer, gather
 from verl_lab.runtime.supervisor import Supervisor
-
-GREEDY_SEED_STEP = 0
-"""Evaluations sample with the key of step 0; training steps count from 1."""
 
 
 class Lab:
@@ -45,28 +50,51 @@ class Lab:
         self.config = config
         self.step = 0
         self.weights_version = -1
+        self.kl_coef = config.algorithm.kl_coef
+        self.draw: Callable[[int], Batch] = _no_prompts
+        """Draws so many more prompts."""
         self.metrics: dict[str, float] = {}
         self.stage: tuple[str, int, int] = ("", 0, 0)
         self.functions: dict[str, bytes] = {}
+        self.own: dict[str, dict[str, str]] = {}
+        """The user's own functions that the config names, by kind and name."""
         self.parts: dict[str, float] = reward_parts(config)
-        self._memory, self._on_span, self._on_event = memory, on_span, on_event
+        self._memory, self._on_span, self.note = memory, on_span, on_event
         self._has_reference = False
         self._num_syncs = 0
+        self._is_behind = False
         devices = {role: [str(d) for d in found] for role, found in resolve_devices(config).items()}
-        self.rollout_group = RolloutGroup(devices["rollout"], supervisor)
+        self.rollout_group = RolloutGroup(devices.get("rollout", []), supervisor)
         self.trainer_group = TrainerGroup(devices["trainer"], supervisor)
-        self.reward_group = RewardGroup(devices["reward"], supervisor)
+        self.reward_group = RewardGroup(devices.get("reward", []), supervisor)
+        self.reward_model_group = RewardModelGroup(devices.get("reward_model", []), supervisor)
 
     # --- life
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups that the recipe has workers of."""
+        every = (
+            self.rollout_group, self.trainer_group, self.reward_group, self.reward_model_group
+        )  # fmt: skip
+        return [group for group in every if group.names]
 
     async def start(self) -> None:
         """Starts all workers at the same time."""
         config = self.config.model_dump(mode="json")
+        more: dict[str, dict[str, Any]] = {
+            "trainer": {"functions": self.own},
+            "reward": {"functions": self.functions},
+        }
         await gather(
-            self.rollout_group.start({"config": config}),
-            self.trainer_group.start({"config": config}),
-            self.reward_group.start({"config": config, "functions": self.functions}),
+            *(group.start({"config": config, **more.get(group.role, {})}) for group in self.groups)
         )
+
+    async def add_functions(self, own: dict[str, dict[str, str]]) -> None:
+        """Makes functions of the user's own known by name, here and in the trainer."""
+        loads(own)
+        self.own = {**self.own, **{kind: {**self.own.get(kind, {}), **own[kind]} for kind in own}}
+        await self.train("add_functions", own)
 
     @property
     def has_trainer(self) -> bool:
@@ -77,6 +105,8 @@ class Lab:
         """Replaces a trainer that died by one with the initial weights."""
         await self.trainer_group.revive(self.trainer_group.names[0])
         self._has_reference = False
+        if self.own:
+            await self.train("add_functions", self.own)
 
     async def set_rewards(self, parts: dict[str, float], functions: dict[str, bytes]) -> None:
         """Scores with other parts from the next step on."""
@@ -88,62 +118,93 @@ class Lab:
 
     async def rollout(self, prompts: Batch) -> Batch:
         """Samples `rollout.group_size` responses per prompt from the weights last loaded."""
-        with self._stage("rollout"):
-            batch = await self._generate(prompts, self._sampling(), step=self.step + 1)
+        self._require(self.config.has_rollout, "rollout")
+        with self.timed("rollout"):
+            started = time.perf_counter()
+            batch = await self.generate(prompts, self.sampling(), step=self.step + 1)
+            took = time.perf_counter() - started
         lengths = np.array([len(ids) for ids in batch.lists("response_ids")])
         reasons = batch["finish_reason"]
         self.metrics |= {
             "rollout/response_tokens": float(lengths.mean()),
             "rollout/truncated_fraction": reasons.count("length") / len(batch),
             "rollout/staleness": self.weights_version - float(np.mean(batch["weights_version"])),
-            "rollout/tokens_per_s": float(lengths.sum()) / self.metrics["time/rollout_s"],
+            "rollout/tokens_per_s": float(lengths.sum()) / took,
         }
         return batch
 
     async def score(self, batch: Batch) -> Batch:
         """Adds a column a reward part, and their weighted sum as `reward`."""
-        with self._stage("reward"):
-            batch, counts = await self._score(batch)
+        self._require(bool(self.parts), "score")
+        with self.timed("reward"):
+            batch, counts = await self.score_parts(batch)
         rewards = batch.numpy("reward")
-        self.metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        groups = torch.from_numpy(batch.numpy("group_id").copy())
+        self.metrics |= {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/constant_groups": constant_groups(torch.from_numpy(rewards.copy()), groups),
+        }
         for part in self.parts:
             self.metrics[f"reward/{part}"] = float(batch.numpy(f"reward/{part}").mean())
         self.metrics |= {"reward/timeouts": counts.timeouts, "reward/errors": counts.errors}
         return batch
 
+    async def resample(self, batch: Batch) -> Batch:
+        """Replaces groups whose rewards are all equal by groups of other prompts; see
+        `resampling`."""
+        return await resample(self, batch)
+
+    async def greedy_rewards(self, batch: Batch) -> Batch:
+        """Adds `greedy_reward`: that of the likeliest response to the same prompt (ReMax)."""
+        groups = batch.groups()
+        prompts = as_prompts(batch.take([rows[0] for rows in groups.values()]))
+        sampling = {**self.sampling(), "group_size": 1, "temperature": 0.0}
+        with self.timed("rollout"):
+            greedy = await self.generate(prompts, sampling, step=GREEDY_SEED_STEP)
+        with self.timed("reward"):
+            greedy, _ = await self.score_parts(greedy)
+        rewards = dict(zip(greedy["group_id"], greedy["reward"], strict=True))
+        self.metrics["reward/greedy"] = float(np.mean(list(rewards.values())))
+        return batch.with_columns({"greedy_reward": [rewards[g] for g in batch["group_id"]]})
+
     async def reference_logprobs(self, batch: Batch) -> Batch:
         """Adds `ref_logprobs`, of the policy as it was before training."""
-        with self._stage("reference"):
+        with self.timed("reference"):
             if not self._has_reference:
-                await self._train("load_reference")
+                await self.train("load_reference")
                 self._has_reference = True
-            return await self._train(  # type: ignore[no-any-return]
-                "ref_logprobs",
-                batch,
-                self.config.rollout.temperature,
-                self.config.trainer.micro_batch_tokens,
+            return await self.train(  # type: ignore[no-any-return]
+                "ref_logprobs", batch, self._temperature, self.config.trainer.micro_batch_tokens
+            )
+
+    async def values(self, batch: Batch) -> Batch:
+        """Adds `values`: the critic's, of the state before each sampled token."""
+        with self.timed("values"):
+            return await self.train(  # type: ignore[no-any-return]
+                "values", batch, self.config.trainer.micro_batch_tokens
             )
 
     def advantages(self, batch: Batch) -> Batch:
-        """Adds `advantages`: each response's estimate on all of its tokens."""
-        rewards = torch.from_numpy(batch.numpy("reward").copy())
-        groups = torch.from_numpy(batch.numpy("group_id").copy())
-        algorithm = self.config.algorithm
-        values = group_advantages(
-            rewards, groups, baseline=algorithm.baseline, scale=algorithm.scale
-        ).tolist()
-        self.metrics["reward/constant_groups"] = constant_groups(rewards, groups)
-        lengths = [len(ids) for ids in batch.lists("response_ids")]
-        return batch.with_columns(
-            {"advantages": [[value] * n for value, n in zip(values, lengths, strict=True)]}
-        )
+        """Adds `advantages`, a value a token, by the estimator that the config names."""
+        found = with_advantages(batch, self.config, self.parts, self.kl_coef)
+        self.metrics |= found.metrics
+        return found.batch
+
+    def pairs(self, batch: Batch) -> Batch:
+        """The best and the worst sample of each group whose rewards differ, with `is_chosen`."""
+        found = best_and_worst(batch)
+        self.metrics["preference/pairs"] = len(found) // 2
+        return found
 
     async def update(self, batch: Batch) -> Batch:
-        """Trains the policy on the batch."""
-        settings = UpdateSettings.from_config(self.config)
-        with self._stage("train"):
-            batch, metrics = await self._train("update", batch, settings.to_dict())
+        """Trains on the batch."""
+        settings = UpdateSettings.from_config(self.config, step=self.step + 1, kl_coef=self.kl_coef)
+        with self.timed("train"):
+            batch, metrics = await self.train("update", batch, settings.to_dict())
+        self._is_behind = True
         self.metrics |= metrics
+        self._adapt(len(batch))
         return batch
 
     async def sync_weights(self) -> int:
@@ -152,11 +213,12 @@ class Lab:
         Raises:
             StateError: a rollout worker holds other weights than the trainer published.
         """
-        with self._stage("sync"):
+        self._require(self.config.has_rollout, "sync_weights")
+        with self.timed("sync"):
             version = self.weights_version + 1
             self._num_syncs += 1  # a rewind publishes a version again
             folder = self._memory / f"weights-{version}-{self._num_syncs}"
-            published = await self._train("publish", folder, version)
+            published = await self.train("publish", folder, version)
             before = self.rollout_group.weights
             loaded = await self.rollout_group.load_weights(folder)
         for name, held in zip(self.rollout_group.names, loaded, strict=True):
@@ -170,55 +232,71 @@ class Lab:
         if before is not None:
             remove_version(before)
         self.weights_version = version
+        self._is_behind = False
         self.metrics["weights/bytes"] = published["bytes"]
         return version
+
+    async def catch_up(self) -> None:
+        """Synchronises weights that were trained since the last time."""
+        if self._is_behind:
+            await self.sync_weights()
 
     # --- around the steps
 
     async def evaluate(self, heldout: Batch) -> dict[str, float]:
-        """Metrics of the current policy on held-out prompts, one response each."""
-        prompts = heldout.slice(0, self.config.eval.num_prompts)
-        sampling = {
-            **self._sampling(),
-            "group_size": 1,
-            "temperature": self.config.eval.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-        }
-        with self._stage("eval"):
-            batch = await self._generate(prompts, sampling, step=GREEDY_SEED_STEP)
-            batch, _ = await self._score(batch)
-        metrics = {"eval/reward": float(batch.numpy("reward").mean())}
-        if "task" in self.parts:
-            metrics["eval/accuracy"] = float((batch.numpy("reward/task") >= 1).mean())
-        lengths = [len(ids) for ids in batch.lists("response_ids")]
-        return {**metrics, "eval/response_tokens": float(np.mean(lengths))}
+        """Metrics of what is trained on held-out data; see `evaluation`."""
+        with self.timed("eval"):
+            return await evaluate(self, heldout)
 
     async def old_logprobs(self, batch: Batch) -> Batch:
         """Adds `old_logprobs`: what the trainer gives to the sampled tokens now."""
-        return await self._train(  # type: ignore[no-any-return]
-            "logprobs",
-            batch,
-            self.config.rollout.temperature,
-            self.config.trainer.micro_batch_tokens,
+        return await self.train(  # type: ignore[no-any-return]
+            "logprobs", batch, self._temperature, self.config.trainer.micro_batch_tokens
         )
 
     async def save(self, folder: Path) -> None:
         """Writes the trainer's state into a folder."""
-        with self._stage("save"):
-            await self._train("save", folder)
+        with self.timed("save"):
+            await self.train("save", folder)
 
     async def load(self, folder: Path) -> None:
         """Takes the trainer back to a saved state."""
-        with self._stage("load"):
-            await self._train("load", folder)
+        with self.timed("load"):
+            await self.train("load", folder)
 
     # --- below the stages
 
-    def _sampling(self) -> dict[str, Any]:
+    @property
+    def _temperature(self) -> float:
+        """Of log-probabilities: that of sampling, or 1 for responses that are only compared."""
+        return self.config.rollout.temperature if self.config.objective == "policy" else 1.0
+
+    def _adapt(self, num_samples: int) -> None:
+        """Moves an adaptive KL coefficient by the KL just measured."""
+        algorithm = self.config.algorithm
+        if algorithm.kl_target is None:
+            self.kl_coef = algorithm.kl_coef
+            return
+        self.metrics["policy/kl_coef"] = self.kl_coef
+        if "policy/kl_ref" in self.metrics:
+            self.kl_coef = adapted_coefficient(
+                self.kl_coef,
+                self.metrics["policy/kl_ref"],
+                target=algorithm.kl_target,
+                num_samples=num_samples,
+            )
+
+    def _require(self, is_there: bool, stage: str) -> None:
+        if not is_there:
+            what = "has no rollout workers" if stage != "score" else "has nothing that scores"
+            raise StateError(f"{stage}: recipe {self.config.recipe} {what} in this session")
+
+    def sampling(self) -> dict[str, Any]:
+        """How a training step samples."""
         return Sampling.from_config(self.config).to_dict()
 
-    async def _generate(self, prompts: Batch, sampling: dict[str, Any], *, step: int) -> Batch:
+    async def generate(self, prompts: Batch, sampling: dict[str, Any], *, step: int) -> Batch:
+        """Responses to prompts from the weights last loaded, keyed by `step`."""
         return await self.rollout_group.generate(
             prompts,
             sampling,
@@ -228,25 +306,38 @@ class Lab:
             span=self._span,
         )
 
-    async def _score(self, batch: Batch) -> tuple[Batch, ScoreCounts]:
+    async def score_parts(self, batch: Batch) -> tuple[Batch, ScoreCounts]:
+        """Adds a column a reward part and `reward`; says what went wrong on the way."""
         total, scores = ScoreCounts(), {}
+        lengths = np.array([len(ids) for ids in batch.lists("response_ids")])
         for part in self.parts:
-            scores[part], counts = await self.reward_group.score(
+            if part in LENGTH_PARTS:
+                scores[part] = length_parts(
+                    part,
+                    lengths,
+                    max_new_tokens=self.config.rollout.max_new_tokens,
+                    overlong_buffer=self.config.reward.overlong_buffer,
+                )
+                continue
+            group = self.reward_model_group if part == "reward_model" else self.reward_group
+            scores[part], counts = await group.score(
                 batch, part, self.config, progress=self._progress, span=self._span
             )
             total.timeouts += counts.timeouts
             total.errors += counts.errors
             if counts.traceback:
-                self._on_event("reward_error", f"reward part {part}:\n{counts.traceback}")
+                self.note("reward_error", f"reward part {part}:\n{counts.traceback}")
         columns = {f"reward/{part}": values for part, values in scores.items()}
         return batch.with_columns({**columns, "reward": combine(scores, self.parts)}), total
 
-    async def _train(self, method: str, *args: Any) -> Any:
+    async def train(self, method: str, *args: Any) -> Any:
+        """The result of a method of the trainer."""
         return await self.trainer_group.call(
             method, *args, span=self._span, progress=self._progress
         )
 
-    def _stage(self, name: str) -> _Stage:
+    def timed(self, name: str) -> _Stage:
+        """Shows a stage, and measures how long it takes."""
         return _Stage(self, name)
 
     def _progress(self, done: int, total: int) -> None:
@@ -267,8 +358,13 @@ class _Stage:
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._lab.metrics[f"time/{self._name}_s"] = time.perf_counter() - self._start
+        key, took = f"time/{self._name}_s", time.perf_counter() - self._start
+        self._lab.metrics[key] = self._lab.metrics.get(key, 0.0) + took
         self._lab.stage = ("", 0, 0)
+
+
+def _no_prompts(n: int) -> Batch:
+    raise StateError(f"prompts: {n} more were asked for, and the session has none yet")
 
 
 def reward_parts(config: LabConfig) -> dict[str, float]:
@@ -276,6 +372,8 @@ def reward_parts(config: LabConfig) -> dict[str, float]:
     parts = dict(config.reward.parts)
     if not parts and config.task is not None:
         parts = {"task": 1.0}
+    if not config.has_rollout:
+        return {}
     if config.reward_model is not None:
         parts["reward_model"] = config.reward_model.weight
     return parts

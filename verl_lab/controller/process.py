@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from verl_lab.config.functions import loads
 from verl_lab.config.load import load_config
 from verl_lab.controller.conductor import Conductor
 from verl_lab.controller.experiment import Experiment
@@ -49,6 +50,8 @@ class ControllerSpec:
     """Reward parts given in code, in place of the config's."""
     functions: dict[str, str]
     """Pickled reward functions by name, as hexadecimal text."""
+    own: dict[str, dict[str, str]]
+    """The user's own functions that the config names, as `config.functions.dumps` gave them."""
     is_resume: bool
     keep_alive_s: float
     owner: str
@@ -111,8 +114,10 @@ class Controller:
                 environment=self.spec.environment,
             ),
         )
+        loads(self.spec.own)
         config = load_config(self.spec.config)
         experiment = Experiment(config, self.run_folder, supervisor, self.memory)
+        experiment.lab.own = self.spec.own
         self.conductor = Conductor(experiment)
         self._announce()
         starting = asyncio.create_task(self._start(), name="start")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from verl_lab.batch.columns import Batch
 from verl_lab.config.devices import resolve_devices
+from verl_lab.config.functions import dumps, functions_named
 from verl_lab.config.load import load_config, start_problems
 from verl_lab.config.schema import LabConfig
 from verl_lab.data.tasks import task_problems
@@ -81,6 +82,7 @@ class Session:
         problems += task_problems(self.config.task, is_deep=False)
         if problems:
             raise ConfigError("the session cannot start:\n" + "\n".join(f"  {p}" for p in problems))
+        self._own = dumps(self.config)
         if keep_alive_s is None:
             keep_alive_s = self.config.keep_alive_s
         self._keep_alive_s = KEEP_ALIVE_S[frontend()] if keep_alive_s is None else keep_alive_s
@@ -101,7 +103,8 @@ class Session:
         session._client.set_result(Client(info, owner()))
         session.folder = RunFolder.open(info.run_folder)
         session.config = load_config(session.folder.config_path)
-        session._parts, session._functions, session._keep_alive_s = None, {}, 0.0
+        session._parts, session._functions, session._own = None, {}, {}
+        session._keep_alive_s = 0.0
         session._is_closed = session._is_detached = False
         return session
 
@@ -183,7 +186,7 @@ class Session:
 
     def set_many(self, changes: Mapping[str, Any]) -> int:
         """Changes several knobs that only fit together, at one boundary."""
-        return int(self.call("set", dict(changes), timeout_s=60.0))
+        return int(self.call("set", dict(changes), functions_named(changes), timeout_s=60.0))
 
     def set_reward(self, reward: RewardParts) -> None:
         """Scores with another function, or `{name: (function, weight)}`, from the next step on."""
@@ -201,28 +204,45 @@ class Session:
     # --- a step by hand
 
     def prompts(self, n: int | None = None) -> Batch:
-        """Draws the next prompts, one step's worth by default."""
+        """Draws the next prompts, one step's worth by default; samples where they come with the
+        data."""
         return self._batch("prompts", n)
 
     def rollout(self, prompts: Batch | None = None) -> Batch:
         """Samples a group of responses per prompt."""
-        return self._batch("rollout", self.prompts() if prompts is None else prompts)
+        return self._stage("rollout", self.prompts() if prompts is None else prompts)
 
     def score(self, batch: Batch) -> Batch:
         """Adds `reward` and a column a part."""
-        return self._batch("score", batch)
+        return self._stage("score", batch)
+
+    def resample(self, batch: Batch) -> Batch:
+        """Replaces groups whose rewards are all equal by groups of other prompts."""
+        return self._stage("resample", batch)
+
+    def greedy_rewards(self, batch: Batch) -> Batch:
+        """Adds `greedy_reward`, of the likeliest response to the same prompt."""
+        return self._stage("greedy_rewards", batch)
 
     def reference_logprobs(self, batch: Batch) -> Batch:
-        """Adds `ref_logprobs`, for the KL term."""
-        return self._batch("reference_logprobs", batch)
+        """Adds `ref_logprobs`, for a KL term or preferences."""
+        return self._stage("reference_logprobs", batch)
+
+    def values(self, batch: Batch) -> Batch:
+        """Adds `values`, of the critic."""
+        return self._stage("values", batch)
 
     def advantages(self, batch: Batch) -> Batch:
-        """Adds `advantages`."""
-        return self._batch("advantages", batch)
+        """Adds `advantages`, and `returns` where there is a critic."""
+        return self._stage("advantages", batch)
+
+    def pairs(self, batch: Batch) -> Batch:
+        """The best and the worst sample of each group whose rewards differ."""
+        return self._stage("pairs", batch)
 
     def update(self, batch: Batch) -> Batch:
-        """Trains on the batch; adds `old_logprobs`."""
-        return self._batch("update", batch)
+        """Trains on the batch; where nothing is sampled it ends the step."""
+        return self._stage("update", batch)
 
     def sync_weights(self) -> int:
         """Brings the rollout workers to the new weights, and ends the step; returns their
@@ -275,6 +295,9 @@ class Session:
             )
         return self._started().call(method, *args, timeout_s=timeout_s, **kwargs)
 
+    def _stage(self, name: str, batch: Batch) -> Batch:
+        return self._batch("stage", name, batch)
+
     def _batch(self, method: str, *args: Any) -> Batch:
         batch = self.call(method, *args)
         assert isinstance(batch, Batch)
@@ -299,6 +322,7 @@ class Session:
                     self.folder,
                     parts=self._parts,
                     functions=self._functions,
+                    own=self._own,
                     is_resume=is_resume,
                     keep_alive_s=self._keep_alive_s,
                     owner=name,

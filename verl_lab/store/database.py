@@ -180,7 +180,7 @@ class Reader:
         """The steps that have an evaluation."""
         rows = self._query(
             f"{VISIBLE} SELECT DISTINCT step FROM visible CROSS JOIN metrics USING (attempt) "
-            "WHERE name = 'eval/reward' AND step <= last ORDER BY step"
+            "WHERE name IN ('eval/reward', 'eval/loss') AND step <= last ORDER BY step"
         )
         return [row[0] for row in rows]
 
