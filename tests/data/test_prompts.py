@@ -92,7 +92,7 @@ def test_files_bring_their_own_columns(settings, tokenizer, tmp_path, kind):
         assert (answer, level) == (str(2 * number), number % 3)
 
 
-def test_a_held_out_file_leaves_all_others_to_train_on(settings, tokenizer, tmp_path):
+def test_what_a_held_out_file_holds_is_never_trained_on(settings, tokenizer, tmp_path):
     for name, n in (("train", 6), ("test", 3)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows(n))))
     config = settings(
@@ -103,7 +103,7 @@ def test_a_held_out_file_leaves_all_others_to_train_on(settings, tokenizer, tmp_
         }
     )
     prompts = load_prompts(config, tokenizer)
-    assert (len(prompts.train), len(prompts.heldout)) == (6, 3)
+    assert (len(prompts.train), len(prompts.heldout), prompts.num_overlapping) == (3, 3, 3)
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(settings, tokenizer):

@@ -111,7 +111,7 @@ def start_problems(config: LabConfig, *, has_reward: bool = False) -> list[str]:
     problems = [*name_problems(config), *missing_devices(config)]
     data = config.data
     if config.objective in ("preference", "reward_model") and not config.samples_policy:
-        if data.path is None:
+        if data.path is None and config.task is None:
             problems.append(f"data.path: recipe {config.recipe} learns from pairs; name their file")
     elif config.task is None and data.path is None and data.prompts is None:
         problems.append("task: there are no prompts; set task, data.path or data.prompts")
@@ -261,6 +261,8 @@ def _cross_problems(config: LabConfig) -> Iterator[str]:
         "data.prompts": data.prompts is not None,
     }
     named = [key for key, is_given in given.items() if is_given]
+    if not config.samples_policy and data.path is not None:
+        named = [key for key in named if key != "task"]  # it checks answers, and makes no prompts
     if len(named) > 1:
         yield f"{' and '.join(named)}: prompts come from one place; keep one of them"
     if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.allow_truncated_sampling:

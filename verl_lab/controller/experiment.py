@@ -220,6 +220,13 @@ class Experiment:
                 f"{config.data.max_prompt_tokens} and were left out",
                 0,
             )
+        if prompts.num_overlapping:
+            self.history.event(
+                "data",
+                f"{prompts.num_overlapping} training prompts are in data.heldout_path too and were "
+                f"left out of training",
+                0,
+            )
         return prompts
 
     def _worker_changed(self, event: str, peer: Peer) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from verl_lab.batch.columns import Batch
 from verl_lab.config.schema import LabConfig, TaskConfig
 from verl_lab.data.chat import render, wants_chat
+from verl_lab.data.examples import examples, kind_of, task_examples, tokenised
 from verl_lab.data.sources import MESSAGES, Row, read_rows, with_prompt
 from verl_lab.data.tasks import make_task
 from verl_lab.errors import DataError, ShapeError
@@ -25,19 +26,21 @@ class PromptSource:
     """Draws prompts without end, in an order that the seed fixes.
 
     Args:
-        rows: all prompts, a row each.
+        rows: all prompts, a row each; or the samples that came with them, `per_prompt` rows each.
+        per_prompt: rows of one prompt, next to each other.
         seed: fixes the order of each epoch.
         shuffle: whether there is another order each epoch; else it is that of the rows.
     """
 
-    def __init__(self, rows: Batch, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, rows: Batch, *, seed: int, shuffle: bool, per_prompt: int = 1) -> None:
+        self._per_prompt = per_prompt
         self._rows, self._seed, self._shuffle = rows, seed, shuffle
         self._drawn = 0
         self._epoch: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(0))
         self.fingerprint = _fingerprint(rows)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) // self._per_prompt
 
     def next(self, n: int) -> Batch:
         """The next `n` prompts; `group_id` counts the prompts drawn in the run."""
@@ -48,8 +51,10 @@ class PromptSource:
     def peek(self, n: int) -> Batch:
         """What `next` would give, without drawing it."""
         places = np.arange(self._drawn, self._drawn + n)
-        rows = [self._order(place // len(self))[place % len(self)] for place in places.tolist()]
-        return self._rows.take(rows).with_columns({"group_id": places})
+        drawn = [self._order(place // len(self))[place % len(self)] for place in places.tolist()]
+        k = self._per_prompt
+        rows = [first * k + number for first in drawn for number in range(k)]
+        return self._rows.take(rows).with_columns({"group_id": np.repeat(places, k)})
 
     def state(self) -> dict[str, Any]:
         """Where the run is in the data, as plain data."""
@@ -85,7 +90,9 @@ class PromptSet:
     heldout: Batch
     """May be empty."""
     num_too_long: int
-    """Prompts left out because they are longer than `data.max_prompt_tokens`."""
+    """Prompts left out because they, or a response given with them, are too long."""
+    num_overlapping: int = 0
+    """Training prompts left out because they are in `data.heldout_path` too."""
 
     @property
     def start(self) -> dict[str, Any]:
@@ -104,33 +111,54 @@ def load_prompts(config: LabConfig, tokenizer: Any) -> PromptSet:
         DataError: there are none, or they cannot be read.
     """
     to_train, to_hold_out = _rows(config)
-    train, train_too_long = _tokenised(to_train, config, tokenizer)
-    heldout, heldout_too_long = _tokenised(to_hold_out, config, tokenizer)
+    to_train, num_overlapping = _without_heldout(to_train, to_hold_out)
+    tokenise = _tokenised if config.samples_policy else tokenised
+    train, train_too_long = tokenise(to_train, config, tokenizer)
+    heldout, heldout_too_long = tokenise(to_hold_out, config, tokenizer)
     if not len(train):
         raise DataError(
             f"data.max_prompt_tokens: all {train_too_long} prompts are longer than "
-            f"{config.data.max_prompt_tokens}; raise it"
+            f"{config.data.max_prompt_tokens}, or have a response longer than "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}; raise them"
         )
-    source = PromptSource(train, seed=config.seed, shuffle=config.data.shuffle)
-    heldout = heldout.with_columns({"group_id": np.arange(len(heldout))})
-    return PromptSet(source, heldout, train_too_long + heldout_too_long)
+    k = 1 if config.samples_policy else config.samples_per_prompt
+    source = PromptSource(train, seed=config.seed, shuffle=config.data.shuffle, per_prompt=k)
+    heldout = heldout.with_columns({"group_id": np.arange(len(heldout)) // k})
+    return PromptSet(source, heldout, train_too_long + heldout_too_long, num_overlapping)
 
 
 def _rows(config: LabConfig) -> tuple[list[Row], list[Row]]:
     data = config.data
-    if config.task is not None:
-        return _from_task(config.task, data.heldout_size, config.seed)
+    if config.task is not None and data.path is None:
+        found = _from_task(config.task, data.heldout_size, config.seed)
+        if config.samples_policy:
+            return found
+        kind = kind_of(config)
+        return task_examples(found[0], kind, config), task_examples(found[1], kind, config)
     if data.prompts is not None:
         given = [{data.prompt_column: prompt} for prompt in data.prompts]
         rows = with_prompt(given, data, "data.prompts")
     elif data.path is not None:
-        rows = with_prompt(read_rows(Path(data.path), "data.path"), data, "data.path")
+        rows = _from_file(data.path, config, "data.path")
     else:
         raise DataError("task: there are no prompts; set task, data.path or data.prompts")
     if data.heldout_path is not None:
-        key = "data.heldout_path"
-        return rows, with_prompt(read_rows(Path(data.heldout_path), key), data, key)
+        return rows, _from_file(data.heldout_path, config, "data.heldout_path")
     return _split(rows, data.heldout_size, config.seed)
+
+
+def _from_file(path: str, config: LabConfig, key: str) -> list[Row]:
+    rows = read_rows(Path(path), key)
+    if config.samples_policy:
+        return with_prompt(rows, config.data, key)
+    return examples(rows, kind_of(config), config.data, key)
+
+
+def _without_heldout(train: list[Row], heldout: list[Row]) -> tuple[list[Row], int]:
+    """The training rows whose prompt is not held out, and how many others there were."""
+    apart = {json.dumps(row["prompt"]) for row in heldout}
+    kept = [row for row in train if json.dumps(row["prompt"]) not in apart]
+    return kept, len(train) - len(kept)
 
 
 def _from_task(config: TaskConfig, heldout_size: int, seed: int) -> tuple[list[Row], list[Row]]:
@@ -204,6 +232,7 @@ def _has_dicts(value: Any) -> bool:
 
 def _fingerprint(rows: Batch) -> str:
     digest = hashlib.sha256()
-    for ids in rows.lists("prompt_ids"):
-        digest.update(ids.tobytes() + b"|")
+    for name in ("prompt_ids", "response_ids"):
+        for ids in rows.lists(name) if name in rows else ():
+            digest.update(ids.tobytes() + b"|")
     return digest.hexdigest()[:16]
