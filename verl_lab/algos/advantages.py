@@ -15,7 +15,7 @@ from verl_lab.errors import ConfigError, RewardError, ShapeError
 
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "greedy", "none"]
 Scale = Literal["group_std", "batch_std", "whiten", "none"]
-PER_SAMPLE = ("group_mean", "leave_one_out", "length_weighted")
+OF_GROUP = ("group_mean", "leave_one_out", "length_weighted")
 """Baselines that come from the group itself."""
 EPSILON = 1e-6
 
@@ -56,25 +56,25 @@ def group_advantages(
         [B] in the order and dtype of `rewards`.
 
     Raises:
-        RewardError: a reward is nan or infinite.
+        RewardError: a reward, or a greedy one, is nan or infinite.
         ConfigError: the baseline needs what was not given.
+        ShapeError: what it needs has another length than `rewards`.
     """
     require_choice("baseline", baseline, get_args(Baseline))
     require_choice("scale", scale, get_args(Scale))
     _check(rewards, group_ids)
+    needed = _needed(baseline, rewards, group_ids, lengths, greedy_rewards)
     group, size = _groups(group_ids)
     constant = _is_constant(rewards, group, size)[group]
     mean = _sum(rewards, group, size) / size
-    centred = rewards - _baseline(
-        baseline, rewards, mean, group, size, lengths=lengths, greedy_rewards=greedy_rewards
-    )
+    centred = rewards - _baseline(baseline, rewards, mean, group, size, needed)
     if scale == "group_std":
         squares = _sum((rewards - mean[group]).square(), group, size)
         std = (squares / (size - 1).clamp(min=1)).sqrt()
         centred = centred / (std[group] + EPSILON).masked_fill(constant, 1.0)
     elif scale == "batch_std" and (rewards != rewards[:1]).any():
         centred = centred / (rewards.std() + EPSILON)
-    if baseline not in PER_SAMPLE:
+    if baseline not in OF_GROUP:
         return centred
     # Rounding makes the mean of equal numbers differ from them: 3 rewards of 1000.1 gave 0.98.
     return centred.masked_fill(constant, 0.0)
@@ -106,8 +106,12 @@ def constant_rows(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """What the best sample of a group adds to the second best; 0 for all others.
 
-    The gradient of E[max of k] for groups of k samples (Walder & Karkhanis 2025,
-    arXiv:2505.15201, sec. 3). Two best ones add nothing, and a group of one is 0.
+    A policy gradient of E[max of k] from groups of k samples: a sample's worth is the maximum less
+    the maximum without it (Tang et al. 2025, arXiv:2503.19595).
+
+        A_i = r_i - max_{j != i} r_j where i is the best, else 0
+
+    Two best ones add nothing, and a group of one gets 0: it has no second.
 
     Args:
         rewards: [B].
@@ -129,7 +133,11 @@ def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def gdpo_advantages(parts: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:
-    """The weighted sum of reward parts, each normalised in its group (arXiv:2601.05242).
+    """The weighted sum of reward parts, each normalised in its group (GDPO, arXiv:2601.05242).
+
+        A_i = sum_p w_p (r_pi - mean_p) / (std_p + 1e-6)
+
+    The paper whitens the sum over the batch; that is not done here.
 
     Args:
         parts: [P, B].
@@ -151,44 +159,62 @@ def gdpo_advantages(parts: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor
     return torch.stack(normalised).sum(0) if normalised else parts.new_zeros(len(group_ids))
 
 
-def _baseline(
+def _needed(
     name: Baseline,
     rewards: Tensor,
-    mean: Tensor,
-    group: Tensor,
-    size: Tensor,
-    *,
+    group_ids: Tensor,
     lengths: Tensor | None,
     greedy_rewards: Tensor | None,
+) -> Tensor:
+    """[B] what a baseline takes beside the rewards; the rewards themselves where it takes none."""
+    others = {
+        "length_weighted": ("lengths", lengths),
+        "greedy": ("greedy_rewards", greedy_rewards),
+    }
+    what, needed = others.get(name, ("rewards", rewards))
+    if needed is None:
+        raise ConfigError(
+            f"algorithm.baseline={name}: needs {what}; pass them, or use another baseline"
+        )
+    if needed.shape != rewards.shape:
+        raise ShapeError(
+            f"algorithm.baseline={name}: {what} {tuple(needed.shape)} do not fit rewards "
+            f"{tuple(rewards.shape)}; give one a sample"
+        )
+    _check_finite(what, needed, group_ids)
+    return needed.to(rewards.dtype)
+
+
+def _baseline(
+    name: Baseline, rewards: Tensor, mean: Tensor, group: Tensor, size: Tensor, needed: Tensor
 ) -> Tensor:
     """[B] what is subtracted from each reward."""
     if name == "none":
         return torch.zeros_like(rewards)
+    if name == "greedy":
+        return needed
     if name == "group_mean":
         return mean[group]
     if name == "leave_one_out":
         count = size.to(rewards.dtype)
         factor = (count / (count - 1).clamp(min=1))[group]
         return rewards - (rewards - mean[group]) * factor
-    needed = lengths if name == "length_weighted" else greedy_rewards
-    if needed is None:
-        what = "lengths" if name == "length_weighted" else "greedy_rewards"
-        raise ConfigError(f"algorithm.baseline={name}: needs {what}, which were not given")
-    require_flat(rewards=rewards, needed=needed)
-    if name == "greedy":
-        return needed.to(rewards.dtype)
-    weight = needed.to(rewards.dtype)
-    total = _sum(weight, group, size).clamp(min=1)
-    return (_sum(weight * rewards, group, size) / total)[group]
+    # A group without any token has no mean to weigh, and nothing that would train by it.
+    total = _sum(needed, group, size).clamp(min=1)
+    return (_sum(needed * rewards, group, size) / total)[group]
 
 
 def _check(rewards: Tensor, group_ids: Tensor) -> None:
     require_flat(rewards=rewards, group_ids=group_ids)
+    _check_finite("rewards", rewards, group_ids)
+
+
+def _check_finite(name: str, rewards: Tensor, group_ids: Tensor) -> None:
     wrong = (~rewards.isfinite()).nonzero()
     if len(wrong):
         row = int(wrong[0])
         raise RewardError(
-            f"rewards: {len(wrong)} of {len(rewards)} are not finite, the first {rewards[row]} at "
+            f"{name}: {len(wrong)} of {len(rewards)} are not finite, the first {rewards[row]} at "
             f"row {row} of group {int(group_ids[row])}; score these samples or leave them out"
         )
 

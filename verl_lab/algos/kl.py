@@ -67,10 +67,13 @@ def adapted_coefficient(
 
     Args:
         coefficient: beta until now.
-        measured_kl: a token, in nats.
-        target: the KL to keep to.
+        measured_kl: to the reference, in the unit of `target`.
+        target: the KL to keep to, above 0.
         num_samples: samples since the last change.
         horizon: samples over which a fifth more or less builds up.
+
+    Returns:
+        The next beta.
     """
     error = min(max(measured_kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * num_samples / horizon)
