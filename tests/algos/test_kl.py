@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from verl_lab.algos.kl import kl
+from verl_lab.algos.kl import adapted_coefficient, kl
 from verl_lab.errors import ConfigError, ShapeError
 
 POLICY = torch.tensor([0.6, 0.3, 0.45, 0.1, 0.6], dtype=torch.float64).log()
@@ -115,3 +115,49 @@ def test_an_estimator_that_does_not_exist_is_refused():
 def test_shapes_that_torch_would_broadcast_are_refused():
     with pytest.raises(ShapeError, match=r"logprobs \(5,\), ref_logprobs \(5, 1\)"):
         kl(POLICY, REFERENCE[:, None], "k1")
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "straight_through"])
+def test_estimates_are_those_of_a_loop_in_plain_python(estimator):
+    policy, reference = 6 * torch.randn(2, 60, dtype=torch.float64)
+    expected = []
+    for mine, theirs in zip(policy.tolist(), reference.tolist(), strict=True):
+        d = min(max(mine - theirs, -20), 20)
+        value = {"k1": d, "k2": d * d / 2}.get(estimator, math.exp(-d) + d - 1)
+        expected.append(min(max(value, -10), 10))
+    assert kl(policy, reference, estimator).tolist() == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (6.0, 0.2),  # on target
+        (6.6, 0.2002),  # a tenth above: 0.1 * 100 / 10_000
+        (5.4, 0.1998),
+        (7.2, 0.2004),  # a fifth above, as far as it goes
+        (60.0, 0.2004),
+        (0.0, 0.1996),
+        (-60.0, 0.1996),  # an estimate may be negative
+    ],
+)
+def test_the_coefficient_follows_the_kl_it_is_to_hold_a_fifth_at_most(measured, expected):
+    found = adapted_coefficient(0.2, measured, target=6.0, num_samples=100)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_horizon_says_how_many_samples_make_up_the_whole_change():
+    found = adapted_coefficient(2.0, 9.0, target=3.0, num_samples=50, horizon=100)
+    assert found == pytest.approx(2.2, rel=1e-12)  # 2 * (1 + 0.2 / 2)
+
+
+def test_the_coefficient_is_that_of_a_loop_in_plain_python():
+    mine = theirs = 0.3
+    for measured in (0.1, 0.5, 0.19, 0.21, 3.0, 0.0):
+        mine = adapted_coefficient(mine, measured, target=0.2, num_samples=64, horizon=500)
+        error = measured / 0.2 - 1
+        if error > 0.2:
+            error = 0.2
+        elif error < -0.2:
+            error = -0.2
+        theirs += theirs * error * 64 / 500
+    assert mine == pytest.approx(theirs, rel=1e-10)
