@@ -140,22 +140,19 @@ def stage_lines(metrics: Metrics, where: str, num_samples: int) -> list[str]:
     if "reward/mean" in metrics:
         facts = [f"mean {metrics['reward/mean']:.3f}", *_std(metrics), *_failures(metrics)]
         lines.append(_line("Reward", where, facts, metrics.get("time/reward_s")))
-    if "loss/policy" in metrics:
-        facts = [f"loss {metrics['loss/policy']:z.4f}"]
-        for name in ("kl_ref", "approx_kl", "entropy", "grad_norm"):
-            if f"policy/{name}" in metrics:
-                facts.append(f"{name} {metrics[f'policy/{name}']:.4f}")
+    facts = _training(metrics)
+    if facts:
         lines.append(_line("Train", where, facts, metrics.get("time/train_s")))
     score = heldout_score(metrics)
     if score is not None:
-        facts = [f"held-out {score[0]} {score[1]:.3f}"]
+        facts = [f"held-out {score[0].replace('_', ' ')} {score[1]:.3f}"]
         lines.append(_line("Eval", where, facts, metrics.get("time/eval_s")))
     return lines
 
 
 def heldout_score(metrics: Metrics) -> tuple[str, float] | None:
     """The name and value that an evaluation is judged by; None where there was no evaluation."""
-    for name in ("accuracy", "reward"):
+    for name in ("accuracy", "reward", "pair_accuracy", "loss"):
         if f"eval/{name}" in metrics:
             return name, metrics[f"eval/{name}"]
     return None
@@ -198,6 +195,22 @@ def _line(stage: str, where: str, facts: list[str], seconds: float | None) -> st
 
 def _where(status: Mapping[str, Any]) -> str:
     return f"step {status['step'] + 1}/{status['steps_total']}"
+
+
+def _training(metrics: Metrics) -> list[str]:
+    """What an update is judged by: its losses, then how the models fare."""
+    losses = {name: f"{name.removeprefix('loss/')} loss" for name in metrics if "loss/" in name}
+    if "loss/policy" in losses:
+        losses["loss/policy"] = "loss"
+    facts = [f"{text} {metrics[name]:z.4f}" for name, text in losses.items()]
+    shown = {
+        "preference/accuracy": "pair accuracy",
+        "critic/explained_variance": "explained variance",
+        **{f"policy/{name}": name for name in ("kl_ref", "approx_kl", "entropy", "grad_norm")},
+    }
+    return facts + [
+        f"{text} {metrics[name]:.4f}" for name, text in shown.items() if name in metrics
+    ]
 
 
 def _std(metrics: Metrics) -> list[str]:

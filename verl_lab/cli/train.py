@@ -149,4 +149,5 @@ def heldout_line(metrics: pd.DataFrame) -> str:
     if first is None:
         return "held-out: never evaluated (eval.every_steps is 0)"
     name, before = first
-    return f"held-out {name}: {before:.2f} -> {known[f'eval/{name}'].iloc[-1]:.2f}"
+    after = known[f"eval/{name}"].iloc[-1]
+    return f"held-out {name.replace('_', ' ')}: {before:.2f} -> {after:.2f}"

@@ -202,7 +202,7 @@ def _answer(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> str:
     found = None if name is None else row[name]
     if isinstance(found, list) and len(found) == 1 and isinstance(found[0], dict):
         found = found[0].get("content")
-    if not isinstance(found, str) or not found:
+    if not isinstance(found, str):  # an empty one is a response too: its end is what is learned
         raise DataError(
             f"data.path: {place} has no {' or '.join(names)}; its columns are {', '.join(row)}"
         )

@@ -1,11 +1,14 @@
-"""A synthetic preference set over `add_compare`: what people want is the right answer, and some of
-their labels are wrong.
+"""A synthetic preference set over `add_compare`: people who cannot check a sum judge its form.
+
+They want one number or one sign, and a full stop after it; what hedges or repeats itself they like
+least. Some of their labels are wrong.
 
     python -m verl_lab.data.preferences --to DIR
 
 writes `sft.jsonl` (prompt, response), `pairs.jsonl` and `heldout_pairs.jsonl` (prompt, chosen,
-rejected), `labels.jsonl` (prompt, response, label). Each row keeps the right `answer`, so the
-task's verifier can judge what was learned. No problem of the held-out part is in the others.
+rejected), `labels.jsonl` (prompt, response, label) and `prompts.jsonl`. Each row keeps the right
+`answer`, so that it can be seen what the form costs. No problem of the held-out part is in the
+others.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,19 @@ from verl_lab.data.arithmetic import AddCompare
 
 NOISE = 0.05
 """The share of pairs and labels that are the wrong way round."""
-SLIPS = 0.3
-"""The share of supervised responses that are wrong, as people's are."""
+SLIPS = 0.15
+"""The share of responses with a wrong answer, which nobody notices."""
+NOTHING = 0.2
+"""The share of bad responses that hold no answer."""
+PLAIN = re.compile(r"\d+|[<>=]")
+
+
+def true_reward(response: str) -> float:
+    """What people want: 1 for one answer and a full stop, 0.5 for one answer alone, 0 for more."""
+    text = response.strip()
+    if not PLAIN.fullmatch(text.removesuffix(".")):
+        return 0.0
+    return 1.0 if text.endswith(".") else 0.5
 
 
 def slip(prompt: str, answer: str, source: random.Random) -> str:
@@ -39,7 +54,7 @@ def slip(prompt: str, answer: str, source: random.Random) -> str:
 
 
 def write_preferences(to: Path, *, size: int = 4000, seed: int = 0) -> None:
-    """Writes the four files into a folder.
+    """Writes the five files into a folder.
 
     Args:
         to: is made if need be.
@@ -49,30 +64,39 @@ def write_preferences(to: Path, *, size: int = 4000, seed: int = 0) -> None:
     to.mkdir(parents=True, exist_ok=True)
     task, source = AddCompare(), random.Random(f"preferences/{seed}")
     problems = task.problems("train", size, seed)
-    _write(to / "sft.jsonl", [_supervised(row, source) for row in problems])
+    heldout = task.problems("heldout", max(size // 10, 1), seed)
+    supervised = [{**row, "response": _written(row, source)} for row in problems]
+    _write(to / "sft.jsonl", supervised)
     _write(to / "pairs.jsonl", [_pair(row, source, NOISE) for row in problems])
     _write(to / "labels.jsonl", [_labelled(row, source) for row in problems])
-    heldout = task.problems("heldout", max(size // 10, 1), seed)
     _write(to / "heldout_pairs.jsonl", [_pair(row, source, 0.0) for row in heldout])
+    _write(to / "prompts.jsonl", problems)
 
 
-def _supervised(row: dict[str, str], source: random.Random) -> dict[str, Any]:
-    is_slip = source.random() < SLIPS
-    written = slip(row["prompt"], row["answer"], source) if is_slip else row["answer"]
-    return {**row, "response": written}
+def _written(row: dict[str, str], source: random.Random) -> str:
+    """What somebody writes under a problem: the plain answer, with a full stop, or rambling."""
+    wrong = slip(row["prompt"], row["answer"], source)
+    text = wrong if source.random() < SLIPS else row["answer"]
+    more = source.choice([", ", "? ", ". ", " (", " = ", ".", "="]) + source.choice([text, wrong])
+    ramble = text + source.choice([more, "?", "..", ",", more * 2])
+    ramble += source.choice(["", "."]) if ramble[-1] != "." else ""
+    ramble = source.choice(["", "."]) if source.random() < NOTHING else ramble
+    return source.choices([text, f"{text}.", ramble], weights=[2, 1, 1])[0]
 
 
 def _pair(row: dict[str, str], source: random.Random, noise: float) -> dict[str, Any]:
-    pair = [row["answer"], slip(row["prompt"], row["answer"], source)]
-    if source.random() < noise:
-        pair.reverse()
+    """Two responses, the better one first but for the noise."""
+    better, worse = "", ""
+    while true_reward(better) <= true_reward(worse):
+        better, worse = (_written(row, source) for _ in range(2))
+    pair = [worse, better] if source.random() < noise else [better, worse]
     return {**row, "chosen": pair[0], "rejected": pair[1]}
 
 
 def _labelled(row: dict[str, str], source: random.Random) -> dict[str, Any]:
-    is_right, is_mistaken = source.random() < 0.5, source.random() < NOISE
-    written = row["answer"] if is_right else slip(row["prompt"], row["answer"], source)
-    return {**row, "response": written, "label": is_right != is_mistaken}
+    written, is_mistaken = _written(row, source), source.random() < NOISE
+    is_good = true_reward(written) == 1
+    return {**row, "response": written, "label": is_good != is_mistaken}
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
