@@ -1,19 +1,11 @@
-import json
-
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-)
 
 from verl_lab.batch.columns import Batch
 from verl_lab.config.load import load_config
 from verl_lab.engines.reward import RewardService
-from verl_lab.errors import ConfigError, DataError, RewardError
-from verl_lab.models.tiny import tokenizer
+from verl_lab.errors import ConfigError, RewardError
 from verl_lab.rewards.function import reward
 
 
@@ -146,68 +138,12 @@ def test_an_unknown_part_names_those_there_are(service, batch):
         service(task={"name": "add_compare"}).score(batch, "speed")
 
 
-@pytest.fixture
-def classifier(tmp_path):
-    """Saves a tiny random classifier, and gives it back with its tokenizer."""
+def test_the_traceback_of_a_function_begins_with_its_own_lines(service, batch):
+    def broken(response):
+        return 1 / 0
 
-    def make(kind=LlamaForSequenceClassification, template=None, pad_token="<pad>", **more):
-        coder = tokenizer()
-        coder.pad_token, coder.chat_template = pad_token, template
-        config = kind.config_class(
-            vocab_size=len(coder),
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            **{"num_labels": 1, "pad_token_id": 0, **more},
-        )
-        torch.manual_seed(0)
-        model = kind(config).eval()
-        model.save_pretrained(tmp_path)
-        coder.save_pretrained(tmp_path)
-        file = tmp_path / "tokenizer_config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "padding_side": "left"}))
-        return model, coder
-
-    return make
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"num_labels": 2},
-        {"kind": BertForSequenceClassification},  # scores at its first token
-        {"pad_token_id": 5},  # the tokenizer pads with another token than the model knows
-        {"pad_token_id": None},
-        {"pad_token_id": None, "pad_token": None},
-    ],
-)
-def test_a_sequence_classifier_scores_a_batch_as_it_scores_each_sample(
-    service, batch, classifier, tmp_path, more
-):
-    model, coder = classifier(**more)
-    batch = batch.with_columns({"prompt": ["1+1=", "123+321=", "2+2="]})
-    made = service(reward_model={"name_or_path": str(tmp_path)})
-    found = made.score(batch, "reward_model")[0]["reward/reward_model"]
-    for score, prompt, response in zip(found, batch["prompt"], batch["response"], strict=True):
-        alone = model(**coder(prompt, response, return_tensors="pt")).logits[0, 0].item()
-        assert score == pytest.approx(alone, abs=1e-5)
-
-
-def test_a_classifier_reads_the_chat_messages_of_a_prompt(service, batch, classifier, tmp_path):
-    template = "{% for m in messages %}{{ m.content }}={% endfor %}"
-    model, coder = classifier(template=template)
-    messages = json.dumps([{"role": "system", "content": "3"}, {"role": "user", "content": "1+1"}])
-    one = batch.slice(0, 1).with_columns({"prompt_messages": [messages], "prompt": ["rendered"]})
-    made = service(reward_model={"name_or_path": str(tmp_path)})
-    ids = coder("3=1+1=2=", return_tensors="pt", add_special_tokens=False)
-    assert made.score(one, "reward_model")[0]["reward/reward_model"] == [
-        pytest.approx(model(**ids).logits[0, 0].item(), abs=1e-5)
-    ]
-
-
-def test_a_model_without_a_trained_head_is_no_reward_model(service, classifier, tmp_path):
-    classifier(LlamaForCausalLM)
-    with pytest.raises(DataError, match=r"reward_model\.name_or_path: .* has no score\.weight"):
-        service(reward_model={"name_or_path": str(tmp_path)})
+    _, stats = service(broken).score(batch, "broken")
+    lines = stats["traceback"].splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert "in broken" in lines[1]
+    assert lines[-1] == "ZeroDivisionError: division by zero"

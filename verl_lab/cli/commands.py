@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from verl_lab import __version__
-from verl_lab.cli import check, doctor, recipes, runs, sessions, train
+from verl_lab.cli import check, doctor, export, recipes, runs, sessions, train
 from verl_lab.cli.terminal import print_line
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("ps")(sessions.ps)
 app.command("attach")(sessions.attach)
 app.command("stop")(sessions.stop)
 app.command("runs")(runs.runs)
+app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
 
 

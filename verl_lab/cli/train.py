@@ -70,7 +70,7 @@ def train(
 def refuse_finished(run: Path, config: Path | None, keys: list[str]) -> None:
     """Raises at once, before processes start, if a run has done all its steps."""
     from verl_lab.config.load import load_config
-    from verl_lab.engines.checkpoint import problems
+    from verl_lab.store.checkpoint import problems
     from verl_lab.store.database import Reader
     from verl_lab.store.folder import RunFolder
 

@@ -16,6 +16,7 @@ from verl_lab.config.devices import missing_devices, parse_device
 from verl_lab.config.functions import name_problems
 from verl_lab.config.presets import apply_preset
 from verl_lab.config.schema import LabConfig
+from verl_lab.config.sources import model_problem
 from verl_lab.errors import ConfigError, DeviceError
 
 
@@ -108,7 +109,7 @@ def start_problems(config: LabConfig, *, has_reward: bool = False) -> list[str]:
         config: the settings.
         has_reward: a reward function is given in code.
     """
-    problems = [*name_problems(config), *missing_devices(config)]
+    problems = [*name_problems(config), *missing_devices(config), *_model_problems(config)]
     data = config.data
     if config.objective in ("preference", "reward_model") and not config.samples_policy:
         if data.path is None and config.task is None:
@@ -148,6 +149,16 @@ def start_problems(config: LabConfig, *, has_reward: bool = False) -> list[str]:
     if config.model.use_flash_attention_2 and not missing_devices(config):
         problems += _flash_problems(config)
     return problems
+
+
+def _model_problems(config: LabConfig) -> list[str]:
+    named = {"model.name_or_path": config.model.name_or_path}
+    if config.reward_model is not None:
+        named["reward_model.name_or_path"] = config.reward_model.name_or_path
+    if config.critic is not None and config.critic.name_or_path not in (None, "policy"):
+        named["critic.name_or_path"] = str(config.critic.name_or_path)
+    found = (model_problem(key, name) for key, name in named.items())
+    return [text for text in found if text is not None]
 
 
 def _flash_problems(config: LabConfig) -> list[str]:
@@ -312,6 +323,13 @@ def _algorithm_problems(config: LabConfig) -> Iterator[str]:
         yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; start it above 0"
     if not config.samples_policy and data.prompts is not None:
         yield f"data.prompts: recipe {config.recipe} learns from responses; give data.path"
+    if algorithm.policy_loss == "gspo" and max(algorithm.clip_low, algorithm.clip_high) >= 0.1:
+        yield (
+            f"algorithm.clip_high={algorithm.clip_high}: gspo's ratio is a mean over a response "
+            f"and stays near 1; use 3e-4 and 4e-4 for clip_low and clip_high, as recipe gspo does"
+        )
+    if config.lora is not None and config.objective == "reward_model":
+        yield "lora: a reward model is trained whole; leave the section out"
     has_head_on_policy = config.critic is not None and config.critic.name_or_path == "policy"
     if config.lora is not None and has_head_on_policy:
         yield "critic.name_or_path=policy: the trunk has adapters; give the critic its own model"

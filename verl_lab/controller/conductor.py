@@ -34,7 +34,7 @@ class Conductor:
 
     CALLS: ClassVar[set[str]] = {
         "ready", "train", "pause", "resume", "stop", "set", "set_rewards", "evaluate", "snapshot",
-        "rewind", "prompts", "stage", "sync_weights",
+        "save", "rewind", "prompts", "stage", "sync_weights",
     }  # fmt: skip
     STAGES: ClassVar[tuple[str, ...]] = (
         "rollout", "score", "resample", "greedy_rewards", "reference_logprobs", "values",
@@ -284,6 +284,18 @@ class Conductor:
         return await self._at_boundary(  # type: ignore[no-any-return]
             lambda: self.experiment.save(name)
         )
+
+    async def save(self) -> str:
+        """Saves a checkpoint of the step last finished, if it has none; returns its name."""
+        await self.ready()
+
+        async def work() -> str:
+            step = self.experiment.lab.step
+            if self.experiment.history.has_checkpoint(step):
+                return f"step-{step:06d}"
+            return await self.experiment.save()
+
+        return await self._at_boundary(work)  # type: ignore[no-any-return]
 
     async def rewind(self, to: str | int) -> int:
         """Goes back to a snapshot or a checkpointed step; returns that step."""

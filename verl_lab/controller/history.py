@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_lab.batch.columns import Batch
-from verl_lab.engines.checkpoint import problems, seal
 from verl_lab.errors import DataError, StateError
 from verl_lab.runtime.launch.local import describe_exit
 from verl_lab.runtime.peer import Peer
+from verl_lab.store.checkpoint import problems, seal
 from verl_lab.store.database import Reader, Recorder
 from verl_lab.store.folder import RunFolder, environment
 from verl_lab.store.samples import SampleStore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -278,7 +279,7 @@ class Lab:
             self.kl_coef = algorithm.kl_coef
             return
         self.metrics["policy/kl_coef"] = self.kl_coef
-        if "policy/kl_ref" in self.metrics:
+        if math.isfinite(self.metrics.get("policy/kl_ref", math.nan)):
             self.kl_coef = adapted_coefficient(
                 self.kl_coef,
                 self.metrics["policy/kl_ref"],

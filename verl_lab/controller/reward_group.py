@@ -15,6 +15,9 @@ from verl_lab.errors import DeadlineError, WorkerError
 from verl_lab.runtime.peer import gather
 from verl_lab.runtime.supervisor import Supervisor
 
+MAX_DEATHS = 3
+"""How many rows of one call may kill their worker before the reward counts as broken."""
+
 
 @dataclass
 class ScoreCounts:
@@ -43,6 +46,7 @@ class _ScoreJob:
         self.counts = ScoreCounts()
         self.span, self._progress = span, progress
         self._done = [0] * workers
+        self._num_deaths = 0
 
     def at(self, worker: int, row: int) -> None:
         """Notes how far a worker is."""
@@ -54,6 +58,19 @@ class _ScoreJob:
         self.scores[rows] = scored.numpy(f"reward/{self.part}")
         self.counts.errors += stats["errors"]
         self.counts.traceback = self.counts.traceback or stats["traceback"]
+
+    def count_death(self, row: int | None, error: WorkerError) -> None:
+        """Notes that a row killed its worker twice; raises if that happens row after row."""
+        self._num_deaths += 1
+        if self._num_deaths >= MAX_DEATHS:
+            where = "a batch" if row is None else f"row {row}"
+            raise WorkerError(
+                error.worker,
+                f"{error.reason} while reward part {self.part} scored {where}, and so did others "
+                f"on {MAX_DEATHS - 1} more; the function ends its own process, so run it by hand "
+                f"on that response",
+                error.log_tail,
+            ) from error
 
     def set_aside(self, rows: Rows, current: int | None, error: Exception) -> Rows:
         """Counts the row under way as failed, or all where it is not known; returns the others."""
@@ -135,6 +152,8 @@ class RewardGroup(Group):
                     suspect = (row, "died")  # perhaps it was killed from outside: once more
                     continue
                 left = job.set_aside(left, current, error)
+                if isinstance(error, WorkerError):
+                    job.count_death(row, error)
                 continue
             job.fill(left, scored, stats)
             return

@@ -13,19 +13,23 @@ import math
 import numbers
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import verl_lab
 from verl_lab.batch.columns import TOKEN_COLUMNS, Batch
 from verl_lab.config.schema import LabConfig
 from verl_lab.data.sources import MESSAGES
 from verl_lab.data.tasks import make_task
 from verl_lab.errors import ConfigError, RewardError
 from verl_lab.models.reward import Prompt
+from verl_lab.rewards.endpoint import Endpoint, Pace, Unreachable, is_endpoint
 from verl_lab.rewards.function import RewardFunction, from_reference
 
 Report = Callable[[dict[str, Any]], None]
+OWN_FOLDER = str(Path(verl_lab.__file__).parent)
 NO_FUNCTIONS = {"task", "reward_model", "length", "overlong"}
 """Parts that are no functions, whatever functions there are."""
 
@@ -58,8 +62,10 @@ class RewardService:
                 f"another name"
             )
         self._functions = {name: RewardFunction.loads(data) for name, data in functions.items()}
-        for part in self._config.reward.parts:
-            if ":" in part and part not in self._functions:
+        reward = self._config.reward
+        self._endpoints: dict[str, Endpoint] = {}
+        for part in reward.parts:
+            if ":" in part and part not in self._functions and not is_endpoint(part):
                 self._functions[part] = from_reference(part)
         self._task = None if self._config.task is None else make_task(self._config.task)
 
@@ -88,6 +94,8 @@ class RewardService:
             score = self._task.score
             rows = _rows(batch.without([*TOKEN_COLUMNS, "prompt_ids"]))
             return self._one_by_one(lambda row: score(row["response"], row), rows, stats)
+        if is_endpoint(part):
+            return self._ask(part, batch, stats)
         if part not in self._functions:
             known = [*self._functions, *(["task"] if self._task is not None else [])]
             raise ConfigError(
@@ -98,6 +106,20 @@ class RewardService:
         if function.style == "batched":
             return self._as_batch(function, batch, stats)
         return self._single(function, batch, stats)
+
+    def _ask(self, part: str, batch: Batch, stats: dict[str, Any]) -> list[Any]:
+        """Scores of an endpoint, which keeps its own time: the deadline is for one request."""
+        if part not in self._endpoints:
+            reward = self._config.reward
+            per_s = reward.requests_per_s
+            pace = Pace(None if per_s is None else per_s / reward.num_reward_workers)
+            self._endpoints[part] = Endpoint(part, timeout_s=reward.timeout_s, pace=pace)
+        rows = _rows(batch.without([*TOKEN_COLUMNS, "prompt_ids"]))
+        found = self._endpoints[part].score(batch["prompt"], batch["response"], rows)
+        return [
+            self._failed(score, stats) if isinstance(score, Unreachable) else score
+            for score in found
+        ]
 
     def _single(self, function: RewardFunction, batch: Batch, stats: dict[str, Any]) -> list[Any]:
         names = [*function.own, *function.arguments(batch.names)]
@@ -158,8 +180,18 @@ class RewardService:
 
     def _failed(self, error: Exception, stats: dict[str, Any]) -> float:
         stats["errors"] += 1
-        stats["traceback"] = stats["traceback"] or "".join(traceback.format_exception(error))
+        stats["traceback"] = stats["traceback"] or _traceback(error)
         return self._config.reward.fallback
+
+
+def _traceback(error: Exception) -> str:
+    """The traceback from the user's own frames on, or the message of an endpoint's error."""
+    if isinstance(error, Unreachable):
+        return str(error)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(frame)))
 
 
 def _rows(batch: Batch) -> list[dict[str, Any]]:

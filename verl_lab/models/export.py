@@ -15,10 +15,11 @@ from transformers import AutoConfig
 from verl_lab.config.load import load_config
 from verl_lab.config.schema import LabConfig
 from verl_lab.config.sources import checkpoint_of
-from verl_lab.errors import ConfigError
+from verl_lab.errors import ConfigError, DataError
 from verl_lab.models.load import load_policy, load_tokenizer, plain_config
 from verl_lab.models.lora import CONFIG as ADAPTER_CONFIG
 from verl_lab.models.lora import WEIGHTS as ADAPTER_WEIGHTS
+from verl_lab.store.checkpoint import problems
 
 WEIGHTS = "model.safetensors"
 MARK = "verl_lab.json"
@@ -68,7 +69,10 @@ def export(
     if target.exists() and any(target.iterdir()) and not overwrite:
         raise ConfigError(f"--to: {target} is not empty; choose another folder, or add --force")
     config = load_config(checkpoint.parent.parent / "config.yaml")
-    precision: torch.dtype = getattr(torch, dtype or config.model.torch_dtype)
+    precision = _dtype(dtype or config.model.torch_dtype)
+    found = problems(checkpoint)
+    if found:
+        raise DataError(f"{checkpoint}: is damaged ({'; '.join(found)}); choose another checkpoint")
     target.mkdir(parents=True, exist_ok=True)
     has_adapter = (trained / ADAPTER_CONFIG).exists()
     if not merge:
@@ -81,6 +85,13 @@ def export(
     else:
         _copy(trained, precision, target)
     return target
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = ("float32", "bfloat16", "float16")
+    if name not in known:
+        raise ConfigError(f"--dtype: is {name!r}; use one of {', '.join(known)}")
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def _write_merged(config: LabConfig, trained: Path, dtype: torch.dtype, to: Path) -> None:

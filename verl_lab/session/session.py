@@ -201,6 +201,15 @@ class Session:
         """Goes back to a snapshot or to a step that has a checkpoint; returns that step."""
         return int(self.call("rewind", to))
 
+    def export(self, to: str | Path, *, dtype: str | None = None, merge: bool = True) -> Path:
+        """Writes the model as of now as a folder that transformers loads, low-rank adapters merged
+        or, as peft has them, apart; returns the folder."""
+        from verl_lab.models.export import export
+
+        if not self._is_closed:
+            self.call("save")
+        return export(self.folder.path, to, dtype=dtype, merge=merge)
+
     # --- a step by hand
 
     def prompts(self, n: int | None = None) -> Batch:

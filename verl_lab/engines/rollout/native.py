@@ -41,6 +41,7 @@ class NativeEngine:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids(model, tokenizer)
         self.weights_version = -1
+        self._is_whole = True
 
     @torch.inference_mode()
     def generate(
@@ -57,6 +58,10 @@ class NativeEngine:
         if slots < 1 or not len(prompts):
             raise StateError(
                 f"generate: got {len(prompts)} prompts and {slots} slots; give at least one of each"
+            )
+        if not self._is_whole:
+            raise StateError(
+                "generate: the last load of weights failed half-way; load whole ones first"
             )
         ids = [row.tolist() for row in prompts.lists("prompt_ids")]
         self._check(ids, prompts["group_id"], sampling.max_new_tokens)
@@ -84,7 +89,9 @@ class NativeEngine:
 
     def load_weights(self, folder: Path) -> dict[str, Any]:
         """See `RolloutEngine.load_weights`."""
+        self._is_whole = False  # a load that fails leaves weights of two versions
         held = load_into(self.policy.model, folder)
+        self._is_whole = True
         self.weights_version = held["version"]
         return held
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MANIFEST = "manifest.json"
 
@@ -33,18 +35,19 @@ def problems(folder: Path) -> list[str]:
     """What is missing or damaged in a checkpoint; empty for a whole one."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        return [text for name, entry in manifest.items() for text in _problem(folder, name, entry)]
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return [f"{MANIFEST} is missing or damaged"]
-    found = []
-    for name, entry in manifest.items():
-        path = folder / name
-        if not path.is_file():
-            found.append(f"{name} is missing")
-        elif path.stat().st_size != entry["bytes"]:
-            found.append(f"{name} has {path.stat().st_size} bytes of {entry['bytes']}")
-        elif _sha256(path) != entry["sha256"]:
-            found.append(f"{name} is damaged")
-    return found
+
+
+def _problem(folder: Path, name: str, entry: dict[str, Any]) -> Iterator[str]:
+    path, size, digest = folder / name, entry["bytes"], entry["sha256"]
+    if not path.is_file():
+        yield f"{name} is missing"
+    elif path.stat().st_size != size:
+        yield f"{name} has {path.stat().st_size} bytes of {size}"
+    elif _sha256(path) != digest:
+        yield f"{name} is damaged"
 
 
 def _sha256(path: Path) -> str:

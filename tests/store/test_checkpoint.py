@@ -1,6 +1,6 @@
 import pytest
 
-from verl_lab.engines.checkpoint import MANIFEST, problems, seal
+from verl_lab.store.checkpoint import MANIFEST, problems, seal
 
 
 @pytest.fixture
@@ -32,3 +32,9 @@ def test_what_is_missing_cut_or_changed_is_named(sealed):
 def test_a_folder_without_its_manifest_is_no_checkpoint(sealed):
     (sealed / MANIFEST).unlink()
     assert problems(sealed) == [f"{MANIFEST} is missing or damaged"]
+
+
+@pytest.mark.parametrize("text", ["[]", '{"a": 3}', '{"a": {}}', "3", "no json"])
+def test_a_manifest_of_another_shape_is_reported_as_damage(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    assert problems(tmp_path) == ["manifest.json is missing or damaged"]
