@@ -9,6 +9,7 @@ from verl_lab.engines.weights import (
     tensor_hash,
 )
 from verl_lab.errors import StateError
+from verl_lab.models.lora import adapter_tensors, add_lora
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -53,6 +54,60 @@ def test_a_cast_is_part_of_what_is_published(tiny_model, tmp_path):
     )
     held = load_into(tiny_model(dtype=torch.bfloat16, seed=2), tmp_path / "w")
     assert held["hash"] == published["hash"]
+
+
+@pytest.fixture
+def adapted(tiny_model):
+    """Makes tiny models with adapters that are no zeros."""
+
+    def make(dtype=torch.float32, seed=0):
+        model = tiny_model(dtype=dtype)
+        add_lora(model, rank=2, alpha=4, target_modules="all-linear", seed=seed)
+        for name, tensor in adapter_tensors(model).items():
+            generator = torch.Generator().manual_seed(seed + len(name))
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        return model
+
+    return make
+
+
+def test_of_a_model_with_adapters_these_alone_can_be_published(adapted, tmp_path):
+    source, target = adapted(seed=1), adapted(seed=2)
+    tensors = adapter_tensors(source)
+    published = publish(tensors.items(), tmp_path / "w", 3, is_partial=True)
+    held = load_into(target, tmp_path / "w")
+    assert (held["version"], held["hash"]) == (3, published["hash"])
+    assert held["bytes"] == published["bytes"] == sum(t.numel() * 4 for t in tensors.values())
+    assert held["tensors"] == len(tensors)
+    ids = torch.arange(3, 9)[None]
+    assert torch.equal(target(ids).logits, source(ids).logits)
+
+
+def test_a_part_that_does_not_say_so_is_refused(adapted, tmp_path):
+    publish(adapter_tensors(adapted()).items(), tmp_path / "w", 3)
+    with pytest.raises(StateError, match=r"w: lacks model\.embed_tokens\.weight"):
+        load_into(adapted(), tmp_path / "w")
+
+
+def test_a_part_of_another_model_is_refused(tiny_model, adapted, tmp_path):
+    publish(adapter_tensors(adapted()).items(), tmp_path / "w", 3, is_partial=True)
+    with pytest.raises(StateError, match=r"lora_A.*the model has no such tensor"):
+        load_into(tiny_model(), tmp_path / "w")
+
+
+def test_a_reader_may_hold_in_more_precision_what_was_published_in_less(adapted, tmp_path):
+    source, target = adapted(seed=1), adapted(dtype=torch.bfloat16, seed=2)
+    tensors = adapter_tensors(source)
+    published = publish(tensors.items(), tmp_path / "w", 1, dtype=torch.bfloat16, is_partial=True)
+    assert load_into(target, tmp_path / "w")["hash"] == published["hash"]
+    for name, tensor in adapter_tensors(target).items():
+        assert torch.equal(tensor, tensors[name].bfloat16().float())
+
+
+def test_a_reader_that_would_round_is_refused(tiny_model, tmp_path):
+    publish(distinct_tensors(tiny_model()).items(), tmp_path / "w", 1)
+    with pytest.raises(StateError, match=r"must have the same model\.torch_dtype"):
+        load_into(tiny_model(dtype=torch.bfloat16), tmp_path / "w")
 
 
 def test_a_removed_version_is_gone_and_removing_it_again_is_no_error(tiny_model, tmp_path):

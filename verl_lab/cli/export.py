@@ -41,7 +41,16 @@ def export(
 
 
 def _loader(folder: Path) -> str:
-    if (folder / "adapter_config.json").exists():
+    """The Python that loads what was written."""
+    adapters = folder / "adapter_config.json"
+    if adapters.exists():
+        base = Path(json.loads(adapters.read_text())["base_model_name_or_path"])
+        if base.suffix == ".gguf":
+            policy = (
+                f"transformers.AutoModelForCausalLM.from_pretrained({str(base.parent)!r}, "
+                f"gguf_file={base.name!r})"
+            )
+            return f"peft.PeftModel.from_pretrained({policy}, {str(folder)!r})"
         return f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
     found = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
     kind = "SequenceClassification" if "Sequence" in found[0] else "CausalLM"

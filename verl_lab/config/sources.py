@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from verl_lab.errors import DataError
 
 PACKAGE = "package://"
 KEY = "model.name_or_path"
-STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class Source:
     """A folder, or a Hugging Face id."""
     gguf_file: str | None = None
     """The name of a GGUF file in that folder."""
-    adapter: str | None = None
-    """A folder with low-rank adapters that belong on top."""
+    adapters: tuple[str, ...] = ()
+    """Folders with low-rank adapters that belong on top, the innermost first."""
 
     @property
     def arguments(self) -> dict[str, str]:
@@ -64,8 +62,22 @@ def model_problem(key: str, name_or_path: str) -> str | None:
     try:
         find(name_or_path)
     except DataError as error:
-        return str(error).replace(KEY, key, 1)
+        return f"{key}: {str(error).removeprefix(KEY + ': ')}"
     return None
+
+
+def pinned(name_or_path: str) -> str:
+    """A name that goes on to mean the same, wherever it is read: of a run its newest checkpoint by
+    name, of a path the whole path.
+
+    Raises:
+        DataError: the run has no checkpoint.
+    """
+    if is_run(name_or_path):
+        checkpoint = checkpoint_of(name_or_path).absolute()
+        return f"{checkpoint.parent.parent}@{checkpoint.name}"
+    path = Path(name_or_path).expanduser()
+    return str(path.absolute()) if path.exists() else name_or_path
 
 
 def is_run(name: str) -> bool:
@@ -75,7 +87,7 @@ def is_run(name: str) -> bool:
 
 
 def checkpoint_of(name: str) -> Path:
-    """The newest checkpoint of a run folder, or the one named after an `@`.
+    """The newest checkpoint or snapshot of a run folder, or the one named after an `@`.
 
     Raises:
         DataError: there is no such run or checkpoint; says which there are.
@@ -93,16 +105,35 @@ def checkpoint_of(name: str) -> Path:
         )
     if not known:
         raise DataError(f"{run}: has no checkpoint yet; let it finish, or take a snapshot")
-    steps = [name for name in known if STEP.fullmatch(name)]
-    return known[max(steps) if steps else max(known, key=lambda n: known[n].stat().st_mtime)]
+    return max(known.values(), key=_age)
+
+
+def _age(checkpoint: Path) -> tuple[int, int, float]:
+    """What orders checkpoints: a later attempt is newer, though a rewind put it at an earlier
+    step."""
+    written = checkpoint.stat().st_mtime
+    try:
+        state = json.loads((checkpoint / "state.json").read_text())
+        return int(state["attempt"]), int(state["step"]), written
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0, 0, written
 
 
 def _with_adapter(folder: Path) -> Source:
     described = folder / "adapter_config.json"
     if not described.exists():
         return Source(str(folder))
-    base = find(json.loads(described.read_text())["base_model_name_or_path"])
-    return Source(base.location, base.gguf_file, str(folder))
+    try:
+        name = str(json.loads(described.read_text())["base_model_name_or_path"] or "")
+    except (ValueError, TypeError, KeyError):
+        name = ""
+    if not name:
+        raise DataError(
+            f"{KEY}: {described} names no base_model_name_or_path; write there which model the "
+            f"adapters belong to"
+        )
+    base = find(name)
+    return Source(base.location, base.gguf_file, (*base.adapters, str(folder)))
 
 
 def _in_package(name: str) -> Path:

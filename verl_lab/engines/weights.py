@@ -2,8 +2,8 @@
 
 A version is a folder with `rank<r>.safetensors` and `index.json`, which appears last: it names
 each tensor's file, shape, dtype and hash. A reader copies what it needs into its own tensors and
-hashes what it then holds, so a byte that went astray is an error and never a slightly different
-policy.
+hashes what it then holds, in the precision in which it was published, so a byte that went astray
+is an error and never a slightly different policy.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def publish(
 @torch.no_grad()
 def load_into(model: nn.Module, folder: Path) -> dict[str, Any]:
     """Copies published weights into a model, in place; returns `version`, `bytes`, `tensors`,
-    `hash`.
+    `hash`. What fails leaves weights of two versions.
 
     Raises:
         StateError: a tensor is missing, has another shape, or does not hold what was published.
@@ -91,12 +91,12 @@ def load_into(model: nn.Module, folder: Path) -> dict[str, Any]:
             for name in source.keys():  # noqa: SIM118 - it is no dict
                 mine[name].copy_(source.get_tensor(name))
     for name, entry in published.items():
-        found = tensor_hash(mine[name])
+        found = tensor_hash(mine[name].to(getattr(torch, entry["dtype"])))
         if found != entry["hash"]:
             raise StateError(
                 f"weights {index['version']}: {name} has hash {found} after loading, "
-                f"{entry['hash']} was "
-                f"published; the shared memory or the copy is damaged, so stop the run"
+                f"{entry['hash']} was published; the shared memory or the copy is damaged, so stop "
+                f"the run"
             )
         hashes[name] = {"hash": found}
         num_bytes += mine[name].numel() * mine[name].element_size()
@@ -189,8 +189,13 @@ def _check_names(
             shape = list(mine[name].shape) if name in mine else "no such tensor"
             raise StateError(
                 f"{folder.name}: {name} has shape {entry['shape']}, the model has {shape}; "
-                f"trainer and rollout "
-                f"must load the same model.name_or_path"
+                f"trainer and rollout must load the same model.name_or_path"
+            )
+        dtype: torch.dtype = getattr(torch, entry["dtype"])
+        if torch.promote_types(dtype, mine[name].dtype) != mine[name].dtype:
+            raise StateError(
+                f"{folder.name}: {name} is {dtype}, which {mine[name].dtype} of the model cannot "
+                f"hold; trainer and rollout must have the same model.torch_dtype"
             )
     if is_partial:
         return

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig
 
 from verl_lab.config.load import load_config
 from verl_lab.config.schema import LabConfig
-from verl_lab.config.sources import checkpoint_of
+from verl_lab.config.sources import checkpoint_of, find
 from verl_lab.errors import ConfigError, DataError
 from verl_lab.models.load import load_policy, load_tokenizer, plain_config
 from verl_lab.models.lora import CONFIG as ADAPTER_CONFIG
@@ -61,30 +60,38 @@ def export(
         overwrite: write into a folder that is not empty.
 
     Raises:
-        ConfigError: `to` is not empty, or there is no adapter to keep apart.
-        DataError: there is no such run or checkpoint.
+        ConfigError: `to` cannot be written to, or there is no adapter to keep apart.
+        DataError: there is no such run or checkpoint, or it is damaged.
     """
     checkpoint, target = checkpoint_of(str(run)), Path(to)
     trained = checkpoint / "trainer"
-    if target.exists() and any(target.iterdir()) and not overwrite:
-        raise ConfigError(f"--to: {target} is not empty; choose another folder, or add --force")
     config = load_config(checkpoint.parent.parent / "config.yaml")
     precision = _dtype(dtype or config.model.torch_dtype)
+    has_adapter = (trained / ADAPTER_CONFIG).exists()
+    if not merge and not has_adapter:
+        raise ConfigError(f"--no-merge: {run} was trained without adapters; leave it out")
+    if target.is_file() or (target.is_dir() and any(target.iterdir()) and not overwrite):
+        what = "is a file" if target.is_file() else "is not empty"
+        raise ConfigError(f"--to: {target} {what}; choose another folder, or add --force")
     found = problems(checkpoint)
     if found:
         raise DataError(f"{checkpoint}: is damaged ({'; '.join(found)}); choose another checkpoint")
     target.mkdir(parents=True, exist_ok=True)
-    has_adapter = (trained / ADAPTER_CONFIG).exists()
+    for old in _weights(target):  # transformers would load them beside or before the new ones
+        old.unlink()
     if not merge:
-        if not has_adapter:
-            raise ConfigError(f"--no-merge: {run} was trained without adapters; leave it out")
-        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            shutil.copy(trained / name, target / name)
+        _write_adapter(trained, target)
     elif has_adapter:
         _write_merged(config, trained, precision, target)
     else:
         _copy(trained, precision, target)
     return target
+
+
+def _weights(folder: Path) -> list[Path]:
+    """All that readers of a model folder take for its weights."""
+    patterns = ("model*.safetensors*", "pytorch_model*.bin*", "adapter_*")
+    return [path for pattern in patterns for path in folder.glob(pattern)]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -94,10 +101,26 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
+def _write_adapter(trained: Path, to: Path) -> None:
+    shutil.copy(trained / ADAPTER_WEIGHTS, to / ADAPTER_WEIGHTS)
+    described = json.loads((trained / ADAPTER_CONFIG).read_text())
+    base = find(described["base_model_name_or_path"])
+    if base.adapters:
+        raise ConfigError(
+            f"--no-merge: the adapters lie on those of {base.adapters[-1]}, which peft cannot "
+            f"stack; leave it out"
+        )
+    # peft does not know `package://`.
+    described["base_model_name_or_path"] = str(Path(base.location, base.gguf_file or ""))
+    (to / ADAPTER_CONFIG).write_text(json.dumps(described, indent=1))
+
+
 def _write_merged(config: LabConfig, trained: Path, dtype: torch.dtype, to: Path) -> None:
+    """Adds in float32, so that the sum is rounded once."""
     named = config.model.model_copy(update={"name_or_path": str(trained)})
-    model: Any = load_policy(named, torch.device("cpu"), dtype)
-    model.config.architectures = [type(model).__name__]
+    model: Any = load_policy(named, torch.device("cpu"), torch.float32)
+    for parameter in model.parameters():  # `to` would round the buffers too
+        parameter.data = parameter.data.to(dtype)
     model.save_pretrained(to)
     load_tokenizer(config.model).save_pretrained(to)
 
@@ -112,6 +135,6 @@ def _copy(trained: Path, dtype: torch.dtype, to: Path) -> None:
         for name, tensor in load_file(trained / WEIGHTS).items()
     }
     save_file(tensors, to / WEIGHTS, metadata={"format": "pt"})
-    settings = AutoConfig.from_pretrained(to)
-    settings.dtype = str(dtype).removeprefix("torch.")
-    settings.save_pretrained(to)
+    described = json.loads((to / "config.json").read_text())
+    described["dtype"] = str(dtype).removeprefix("torch.")
+    (to / "config.json").write_text(json.dumps(described, indent=2))

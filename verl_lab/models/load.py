@@ -7,17 +7,18 @@ asks for it by name.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from verl_lab.config.schema import ModelConfig
 from verl_lab.config.sources import KEY, find
-from verl_lab.errors import DataError
+from verl_lab.errors import DataError, LabError
 from verl_lab.models.lora import merge_adapter
 
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # in the log of a worker it is noise
@@ -42,7 +43,7 @@ def load_policy(
         DataError: it cannot be loaded as asked; names the key and the fix.
     """
     source = find(config.name_or_path)
-    with _explained(config):
+    with explained(config):
         model = AutoModelForCausalLM.from_pretrained(
             source.location,
             dtype=dtype,
@@ -52,8 +53,8 @@ def load_policy(
             **source.arguments,
         )
     plain: Any = model if source.gguf_file is None else _plain(model, dtype)
-    if source.adapter is not None:
-        merge_adapter(plain, Path(source.adapter))
+    for adapter in source.adapters:
+        plain = merge_adapter(plain, Path(adapter))
     return plain.to(device).eval()  # type: ignore[no-any-return]
 
 
@@ -64,7 +65,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
         DataError: it cannot be loaded; names the key and the fix.
     """
     source = find(config.name_or_path)
-    with _explained(config):
+    with explained(config):
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=config.trust_remote_code, **source.arguments
         )
@@ -75,7 +76,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-class _explained:
+class explained:
     """Turns what transformers raises into a message that names the key and says what to do."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -85,7 +86,7 @@ class _explained:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, OSError | ValueError | ImportError):
+        if isinstance(error, LabError) or not isinstance(error, OSError | ValueError | ImportError):
             return
         name, text = self._config.name_or_path, str(error)
         if "trust_remote_code" in text:
@@ -93,8 +94,7 @@ class _explained:
         elif "safetensors" in text or "pickle" in text:
             fix = (
                 "it has no safetensors weights; convert them, or set model.allow_pickle=true if "
-                "you "
-                "trust their source"
+                "you trust their source"
             )
         elif not Path(find(name).location).exists():
             fix = (
@@ -127,5 +127,7 @@ def _plain(model: Any, dtype: torch.dtype) -> nn.Module:
 
 def plain_config(config: Any) -> Any:
     """The settings of a model, in a copy that is not marked as quantised."""
-    kept = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
-    return AutoConfig.for_model(**kept)
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    return plain

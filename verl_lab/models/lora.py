@@ -8,6 +8,7 @@ W x + alpha / rank * B A x with A [rank, in] and B [out, rank]; B begins as 0.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from verl_lab.config.sources import pinned
 from verl_lab.errors import ConfigError, DataError
 
 ADAPTER = "default"
@@ -38,27 +41,24 @@ def add_lora(
         seed: of the adapters' first values; the global random state stays as it was.
 
     Raises:
-        ConfigError: no layer has such a name.
+        ConfigError: no layer has such a name, or one that has can have no adapter.
     """
     from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
     names = _linear_names(model) if target_modules == "all-linear" else target_modules
-    settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=names)  # type: ignore[arg-type]
-    state = torch.get_rng_state()
-    try:
-        torch.manual_seed(seed)
+    layers = _targets(model, names)
+    settings = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=names,
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # peft makes the first values on the CPU
         inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
-    except ValueError as error:
-        raise ConfigError(
-            f"lora.target_modules: {target_modules} names no layer of the model ({error}); use "
-            f"`all-linear`, or names among {', '.join(_linear_names(model))}"
-        ) from error
-    finally:
-        torch.set_rng_state(state)
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.set_adapter(ADAPTER)
+    for layer in _adapted(model).values():
+        layer.set_adapter(ADAPTER)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if "lora_" in name and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -75,7 +75,8 @@ def has_adapters(model: nn.Module) -> bool:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The model as it was before it was adapted, for as long as the block lasts."""
-    layers = list(_adapted(model).values())
+    layers = [layer for layer in _adapted(model).values() if not layer.disable_adapters]
+    parameters = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -83,9 +84,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-            for name in (".lora_A", ".lora_B"):
-                for parameter in getattr(layer, name[1:]).parameters():
-                    parameter.requires_grad_(True)
+        for parameter, is_trained in parameters:  # peft changes this both times
+            parameter.requires_grad_(is_trained)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -120,17 +120,19 @@ def write_adapter(model: nn.Module, folder: Path, base: str) -> None:
     Args:
         model: with adapters.
         folder: is made if need be.
-        base: the name or path of the model without adapters.
+        base: the name or path of the model without adapters; of a run, its newest checkpoint is
+            written down.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings: Any = model._verl_lab_lora
     described = {
         **settings.to_dict(),
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": pinned(base),
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
     }
-    described["target_modules"] = sorted(described["target_modules"])
+    if not isinstance(described["target_modules"], str):
+        described["target_modules"] = sorted(described["target_modules"])
     (folder / CONFIG).write_text(json.dumps(described, indent=1, default=str))
     tensors = {
         PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.contiguous()
@@ -158,23 +160,29 @@ def read_adapter(model: nn.Module, folder: Path) -> None:
         mine[names[key]].copy_(tensor)
 
 
-def merge_adapter(model: nn.Module, folder: Path) -> None:
-    """Adds the adapters in a folder to a plain model's weights, in place."""
-    described = json.loads((folder / CONFIG).read_text())
-    adapted = add_lora(
-        model,
-        rank=described["r"],
-        alpha=described["lora_alpha"],
-        target_modules=described["target_modules"],
-        seed=0,
-    )
-    read_adapter(adapted, folder)
-    for name, layer in _adapted(model).items():
-        layer.merge(adapter_names=[ADAPTER])
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
-    model._verl_lab_lora = None  # type: ignore[assignment]
-    model.requires_grad_(True)
+def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    """The plain model with the adapters in a folder added to its weights, in place.
+
+    Args:
+        model: without adapters.
+        folder: as any release of peft writes it, of whatever kind that can be merged.
+
+    Raises:
+        DataError: the adapters belong to another model, or cannot be merged.
+    """
+    from peft import PeftModel
+
+    if not (folder / WEIGHTS).is_file():
+        raise DataError(f"{folder}: has no {WEIGHTS}; convert the adapters to safetensors")
+    try:
+        adapted: Any = PeftModel.from_pretrained(model, str(folder))
+        merged: nn.Module = adapted.merge_and_unload()
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{folder}: its adapters do not fit the model that {CONFIG} names; correct "
+            f"base_model_name_or_path there\n{error}"
+        ) from error
+    return merged.requires_grad_(True)
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -184,6 +192,35 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
+def _targets(model: nn.Module, names: list[str] | str) -> list[nn.Module]:
+    """The layers that get adapters: those whose names end with one of a list, or match a pattern.
+
+    Raises:
+        ConfigError: a name fits no layer, or one that can have no adapter.
+    """
+    layers = dict(model.named_modules())
+    fits = f"use `all-linear`, or names among {', '.join(_linear_names(model))}"
+    if isinstance(names, str):
+        found = {full for full in layers if re.fullmatch(names, full)}
+        unknown = [] if found else [names]
+    else:
+        hits = {n: {f for f in layers if f == n or f.endswith(f".{n}")} for n in names}
+        found = set().union(*hits.values())
+        unknown = [name for name, full in hits.items() if not full]
+    if unknown or not found:
+        what = ", ".join(unknown) or "[]"
+        raise ConfigError(f"lora.target_modules: {what} names no layer of the model; {fits}")
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    for full in sorted(found):
+        layer = layers[full]
+        if not isinstance(layer, nn.Linear | Conv1D):
+            kind = type(layer).__name__
+            raise ConfigError(f"lora.target_modules: {full} is a {kind} and not linear; {fits}")
+        if layer.weight is embeddings.weight:
+            raise ConfigError(f"lora.target_modules: {full} is tied to the embeddings; {fits}")
+    return [layers[full] for full in sorted(found)]
+
+
 def _linear_names(model: nn.Module) -> list[str]:
     """The last parts of the names of all linear layers in the trunk."""
     trunk: Any = model.base_model
@@ -191,6 +228,6 @@ def _linear_names(model: nn.Module) -> list[str]:
         {
             name.rpartition(".")[2]
             for name, layer in trunk.named_modules()
-            if isinstance(layer, nn.Linear)
+            if isinstance(layer, nn.Linear | Conv1D)
         }
     )

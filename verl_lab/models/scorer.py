@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from verl_lab.config.schema import ModelConfig
 from verl_lab.config.sources import find
 from verl_lab.errors import DataError
-from verl_lab.models.load import load_policy, load_tokenizer, plain_config
+from verl_lab.models.load import explained, load_policy, load_tokenizer, plain_config
 
 HEADS = ("score", "classifier")
 
@@ -42,19 +42,7 @@ def load_scorer(
         DataError: it cannot be loaded as asked, or has no head of one label.
     """
     if _is_scorer(config):
-        source = find(config.name_or_path)
-        model: Any = AutoModelForSequenceClassification.from_pretrained(
-            source.location,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=None if config.allow_pickle else True,
-        )
-        if model.config.num_labels != 1:
-            raise DataError(
-                f"{config.name_or_path}: has {model.config.num_labels} labels; a critic or a "
-                f"reward model has one"
-            )
+        model: Any = _saved(config, dtype, attn_implementation)
     else:
         model = _from_policy(config, dtype, attn_implementation, seed)
     head = scorer_head(model)
@@ -81,10 +69,37 @@ def scorer_head(model: nn.Module) -> nn.Module:
 
 def _is_scorer(config: ModelConfig) -> bool:
     source = find(config.name_or_path)
-    if source.gguf_file is not None or source.adapter is not None:
+    if source.gguf_file is not None or source.adapters:
         return False
-    found = AutoConfig.from_pretrained(source.location, trust_remote_code=config.trust_remote_code)
+    with explained(config):
+        found = AutoConfig.from_pretrained(
+            source.location, trust_remote_code=config.trust_remote_code
+        )
     return any("SequenceClassification" in name for name in found.architectures or ())
+
+
+def _saved(config: ModelConfig, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
+    with explained(config):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            find(config.name_or_path).location,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=None if config.allow_pickle else True,
+            output_loading_info=True,
+        )
+    if model.config.num_labels != 1:
+        raise DataError(
+            f"{config.name_or_path}: has {model.config.num_labels} labels; a critic or a reward "
+            f"model has one"
+        )
+    missing = sorted(set(info["missing_keys"]) & dict(model.named_parameters()).keys())
+    if missing:  # transformers makes them up, without our seed
+        raise DataError(
+            f"{config.name_or_path}: says that it is a sequence classifier, and has no "
+            f"{', '.join(missing)}; name a model that was saved whole"
+        )
+    return model  # type: ignore[no-any-return]
 
 
 def _from_policy(
@@ -98,13 +113,10 @@ def _from_policy(
     if settings.pad_token_id is None and pad is not None:
         settings.pad_token_id = pad
     settings._attn_implementation = attn_implementation
-    state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         model: Any = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
             settings, dtype=dtype, attn_implementation=attn_implementation
         )
-    finally:
-        torch.set_rng_state(state)
     model.base_model.load_state_dict(policy.base_model.state_dict())
     head: Any = scorer_head(model)
     generator = torch.Generator().manual_seed(seed)
