@@ -20,6 +20,7 @@ def run(tmp_path):
         for second, (checkpoint, (attempt, step)) in enumerate(checkpoints.items()):
             path = folder / "checkpoints" / checkpoint
             (path / "trainer").mkdir(parents=True)
+            (path / "trainer" / "config.json").touch()
             (path / "state.json").write_text(json.dumps({"attempt": attempt, "step": step}))
             os.utime(path, (second, second))
         return folder
@@ -95,6 +96,8 @@ def test_what_is_wrong_with_a_model_is_told_by_the_key_that_names_it(tmp_path):
     file = tmp_path / "file"
     file.touch()
     assert "is a file" in model_problem("model.name_or_path", str(file))
+    assert "holds no model" in model_problem("model.name_or_path", str(tmp_path))
+    (tmp_path / "config.json").touch()
     for fine in (TINY, str(tmp_path), "somebody/model"):
         assert model_problem("model.name_or_path", fine) is None
 

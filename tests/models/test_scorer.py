@@ -110,7 +110,8 @@ def test_a_classifier_without_its_head_is_refused(tmp_path):
         load(folder)
 
 
-def test_a_place_without_a_model_is_explained(tmp_path):
+def test_a_config_that_cannot_be_read_is_explained(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match=r"model\.name_or_path: .* cannot be loaded"):
         load(tmp_path)
 

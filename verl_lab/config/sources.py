@@ -38,7 +38,7 @@ def find(name_or_path: str) -> Source:
             `<run>@<checkpoint>`), a GGUF file, or `package://<package>/<path>`.
 
     Raises:
-        DataError: a package, a path or a checkpoint does not exist.
+        DataError: a package, a path or a checkpoint does not exist, or a folder holds no model.
     """
     path = Path(name_or_path).expanduser()
     if name_or_path.startswith(PACKAGE):
@@ -122,6 +122,11 @@ def _age(checkpoint: Path) -> tuple[int, int, float]:
 def _with_adapter(folder: Path) -> Source:
     described = folder / "adapter_config.json"
     if not described.exists():
+        if not (folder / "config.json").exists():
+            raise DataError(
+                f"{KEY}: {folder} holds no model, for it has no config.json; name a folder that "
+                f"transformers saved, or the folder of a run"
+            )
         return Source(str(folder))
     try:
         name = str(json.loads(described.read_text())["base_model_name_or_path"] or "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,7 +176,10 @@ def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
     if not (folder / WEIGHTS).is_file():
         raise DataError(f"{folder}: has no {WEIGHTS}; convert the adapters to safetensors")
     try:
-        adapted: Any = PeftModel.from_pretrained(model, str(folder))
+        with warnings.catch_warnings():
+            # peft asks transformers for a property by its old name
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            adapted: Any = PeftModel.from_pretrained(model, str(folder))
         merged: nn.Module = adapted.merge_and_unload()
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise DataError(
