@@ -27,6 +27,8 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer.split(
 MAX_LINES = 400
 MAX_POSITIONAL = 6
 VAGUE = {"utils", "util", "common", "helpers", "misc", "core", "manager"}
+LIGHT = ["verl_lab", "verl_lab.config.load", "verl_lab.cli.app", "verl_lab.cli.commands"]
+LIGHT += ["verl_lab.session.session"]
 HEAVY = ["torch", "transformers", "pandas", "pyarrow", "numpy", "datasets", "reasoning_gym"]
 
 FILES = sorted(ROOT.rglob("*.py"))
@@ -99,7 +101,14 @@ def test_a_file_is_named_after_what_it_holds(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["verl_lab", "verl_lab.config.load", "verl_lab.cli.app", "verl_lab.session"]
+    "module",
+    [
+        "verl_lab",
+        "verl_lab.config.load",
+        "verl_lab.cli.app",
+        "verl_lab.cli.commands",
+        "verl_lab.session",
+    ],
 )
 def test_starts_without_torch(module):
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"

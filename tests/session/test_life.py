@@ -122,6 +122,17 @@ def test_a_killed_reward_worker_changes_no_score(open_session, wait_until):
     assert worker(session, "reward-0")["num_restarts"] == 1
 
 
+def test_a_reward_that_ends_its_own_process_on_every_row_fails_the_run_by_name(open_session):
+    def crashes(response):
+        import os
+
+        os._exit(9)
+
+    session = open_session(reward=crashes)
+    with pytest.raises(WorkerError, match=r"reward part crashes scored row \d+"):
+        session.train(steps=1).wait(60)
+
+
 def test_an_interrupt_of_a_waiting_kernel_stops_the_waiting_and_not_the_run(
     kernel, config_file, wait_until
 ):
