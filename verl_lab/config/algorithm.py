@@ -83,11 +83,13 @@ class AlgorithmConfig(Section):
     is more than the step needs is thrown away. 0 is off."""
 
     correction: Annotated[
-        Literal["none", "tis", "mis", "sequence_tis", "sequence_mis", "geometric_filter"], LIVE
-    ] = "none"
+        Literal["auto", "none", "tis", "mis", "sequence_tis", "sequence_mis", "geometric_filter"],
+        LIVE,
+    ] = "auto"
     """Importance weights for the difference between the policy that sampled and the trainer's, with
     rho their ratio: per token cut above (`tis`) or zero outside the bounds (`mis`), the same with
-    the product over a response, or responses left out whose mean is outside."""
+    the product over a response, or responses left out whose mean is outside. `auto`: `tis` where
+    sampling runs ahead (`pipeline.max_staleness`), else `none`."""
 
     correction_bounds: Annotated[tuple[float, float], LIVE] = (0.5, 2.0)
     """Lowest and highest ratio of `correction`."""

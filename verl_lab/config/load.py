@@ -78,6 +78,14 @@ def live_keys() -> list[str]:
     return [key for key, field in _fields(LabConfig) if (field.json_schema_extra or {}).get("live")]
 
 
+def value_of(config: LabConfig, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def set_knob(config: LabConfig, changes: Mapping[str, Any]) -> LabConfig:
     """The settings with live keys changed; all of them are checked together.
 
@@ -312,10 +320,15 @@ def _algorithm_problems(config: LabConfig) -> Iterator[str]:
     low, high = algorithm.correction_bounds
     if not 0 <= low <= high:
         yield f"algorithm.correction_bounds: is [{low}, {high}]; give a lower and a higher ratio"
-    if algorithm.bypass and algorithm.correction != "none":
+    if algorithm.bypass and config.correction != "none":
         yield (
             f"algorithm.bypass, algorithm.correction={algorithm.correction}: with both the ratio "
             f"would count twice; use one of them"
+        )
+    if config.pipeline.max_staleness and config.objective != "policy":
+        yield (
+            f"pipeline.max_staleness={config.pipeline.max_staleness}: recipe {config.recipe} has "
+            f"nothing to sample ahead; leave it at 0"
         )
     if algorithm.advantage == "gae" and config.critic is None:
         yield "algorithm.advantage=gae: needs a critic; add a `critic:` section, or use another"

@@ -212,7 +212,8 @@ class RewardConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """A Hugging Face sequence classifier that scores responses, beside the rollout."""
+    """A Hugging Face sequence classifier that scores responses, beside the rollout: part
+    `reward_model`, of weight 1 unless `reward.parts` says otherwise."""
 
     name_or_path: str
     """A Hugging Face id, a local folder, or the run folder of a reward model trained here."""
@@ -221,8 +222,13 @@ class RewardModelConfig(Section):
     """Where its process runs, beside whatever else is there. Unset: on the first rollout worker's
     device."""
 
-    weight: float = 1.0
-    """Its weight in the reward, as part `reward_model`."""
+
+class PipelineConfig(Section):
+    """Rollout and training at the same time, on devices of their own."""
+
+    max_staleness: NonNegativeInt = 0
+    """Steps that sampling may run ahead of training, so that a sample's weights are at most so
+    many versions old. 0 is strictly on-policy, and bit for bit reproducible."""
 
 
 class EvalConfig(Section):
@@ -282,6 +288,7 @@ class LabConfig(Section):
     lora: LoraConfig | None = None
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig | None = None
+    pipeline: PipelineConfig = PipelineConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -301,6 +308,14 @@ class LabConfig(Section):
     def has_rollout(self) -> bool:
         """Whether there is a policy that can answer prompts; a reward model answers none."""
         return self.objective != "reward_model"
+
+    @property
+    def correction(self) -> str:
+        """The off-policy correction that `auto` means here."""
+        if self.algorithm.correction != "auto":
+            return self.algorithm.correction
+        is_stale = self.pipeline.max_staleness > 0 and not self.algorithm.bypass
+        return "tis" if is_stale else "none"
 
     @property
     def samples_per_prompt(self) -> int:

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal
 
 from verl_lab.batch.columns import Batch
 from verl_lab.config.functions import loads
-from verl_lab.config.load import dump_config, set_knob
-from verl_lab.config.schema import LabConfig
-from verl_lab.controller.experiment import Experiment
+from verl_lab.config.load import dump_config, set_knob, value_of
+from verl_lab.controller.experiment import Experiment, Sampled
 from verl_lab.controller.loop import synchronous
+from verl_lab.controller.pipeline import pipelined
 from verl_lab.errors import RewardError, StateError, WorkerError
 from verl_lab.runtime.messages import describe_error
 from verl_lab.runtime.peer import cancelled
@@ -120,7 +120,7 @@ class Conductor:
             "stage_total": total,
             "weights_version": lab.weights_version,
             "last": self.experiment.history.last,
-            "eta_s": self._eta_s(),
+            "eta_s": self.experiment.eta_s(self.runs[-1]["until"]) if self.has_run else None,
             "runs": self.runs,
             "workers": self.experiment.supervisor.describe(),
             "error": describe_error(failure) if failure else None,
@@ -173,7 +173,7 @@ class Conductor:
                 try:
                     async with self._busy:
                         await self.experiment.prepare(cause)
-                    await synchronous(self, until=until)
+                    await (pipelined if self.max_staleness else synchronous)(self, until=until)
                     async with self._busy:
                         await self.experiment.round_off()
                     run["outcome"] = "stopped" if lab.step < until else "done"
@@ -219,6 +219,24 @@ class Conductor:
         async with self._busy:
             return await self.experiment.run_recipe(prompts)
 
+    @property
+    def max_staleness(self) -> int:
+        """Steps that sampling may be ahead."""
+        return self.experiment.lab.config.pipeline.max_staleness
+
+    async def sample(self, step: int) -> Sampled:
+        """Scored samples for a later step."""
+        return await self.experiment.sample_ahead(step)
+
+    async def learn(self, samples: Sampled) -> Batch:
+        """Trains on them, and publishes the weights."""
+        async with self._busy:
+            return await self.experiment.learn(samples)
+
+    def give_back(self) -> None:
+        """Takes note that samples which were not trained on are thrown away."""
+        self.experiment.give_back()
+
     async def finish_step(self, batch: Batch) -> None:
         """Records a step; evaluates and saves where that is due."""
         async with self._busy:
@@ -247,7 +265,7 @@ class Conductor:
             if "algorithm.kl_coef" in changes:
                 lab.kl_coef = config.algorithm.kl_coef
             for key, value in changes.items():
-                history.intervention(lab.step + 1, key, _value(lab.config, key), value)
+                history.intervention(lab.step + 1, key, value_of(lab.config, key), value)
             lab.config = config
             self.experiment.folder.write_config(dump_config(config))
 
@@ -379,16 +397,3 @@ class Conductor:
 
     def _note(self, kind: str, text: str) -> None:
         self.experiment.history.event(kind, text, self.step)
-
-    def _eta_s(self) -> float | None:
-        times = self.experiment.step_times
-        if not self.has_run or not times:
-            return None
-        return sum(times) / len(times) * (int(self.runs[-1]["until"]) - self.step)
-
-
-def _value(config: LabConfig, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value

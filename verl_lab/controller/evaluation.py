@@ -28,8 +28,9 @@ async def evaluate(lab: Lab, heldout: Batch) -> dict[str, float]:
         found = _named(await lab.train("evaluate", rows, settings))
         heldout = as_prompts(heldout)
     if config.has_rollout and lab.parts:
-        await lab.catch_up()
-        found |= await _judge(lab, heldout.slice(0, config.eval.num_prompts))
+        async with lab.rollout_lock:
+            await lab.catch_up()
+            found |= await _judge(lab, heldout.slice(0, config.eval.num_prompts))
     return found
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_lab.batch.columns import Batch
 from verl_lab.config.load import dump_config
 from verl_lab.config.schema import LabConfig
+from verl_lab.controller.ahead import working_ahead
 from verl_lab.controller.history import History
 from verl_lab.controller.lab import Lab
-from verl_lab.controller.recipes import recipe_of
+from verl_lab.controller.recipes import learn, recipe_of, sample
 from verl_lab.controller.selftest import NUM_PROMPTS, self_test
 from verl_lab.data.prompts import PromptSet, load_prompts
 from verl_lab.errors import StateError, WorkerError
@@ -23,6 +26,16 @@ from verl_lab.runtime.supervisor import Supervisor
 from verl_lab.store.folder import RunFolder
 
 log = logging.getLogger("experiment")
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Samples made ahead of their step."""
+
+    batch: Batch
+    metrics: dict[str, float]
+
+
 SAMPLED = (
     "sample_id", "response", "response_ids", "response_mask", "rollout_logprobs", "finish_reason",
     "weights_version",
@@ -50,6 +63,7 @@ class Experiment:
         self.prompts: PromptSet
         self.step_times: list[float] = []
         self._step_started: float | None = None  # unknown for a step made by hand
+        self._pending: deque[dict[str, Any]] = deque()  # where in the data batches ahead begin
         self._is_tested = False
 
     @property
@@ -127,6 +141,42 @@ class Experiment:
         """One step's stages."""
         return await recipe_of(self.lab.config)(self.lab, prompts)
 
+    # --- with sampling ahead
+
+    async def sample_ahead(self, step: int) -> Sampled:
+        """Scored samples for a later step, by the newest weights."""
+        self._pending.append(self.prompts.train.state())
+        prompts = self.prompts.train.next(self.lab.config.prompts_per_step)
+        with working_ahead(step) as ahead:
+            async with self.lab.rollout_lock:
+                await self.lab.load_published()
+                batch = await sample(self.lab, prompts)
+        return Sampled(batch, ahead.metrics)
+
+    async def learn(self, sampled: Sampled) -> Batch:
+        """Trains on samples made ahead, and publishes the weights."""
+        self._step_started = self._step_started or time.perf_counter()
+        lab, versions = self.lab, sampled.batch.numpy("weights_version")
+        lab.metrics |= sampled.metrics
+        lab.metrics |= {"rollout/staleness": lab.weights_version - float(versions.mean())}
+        batch = await learn(lab, sampled.batch)
+        await lab.publish_weights()
+        self._pending.popleft()
+        return batch
+
+    def give_back(self) -> None:
+        """Goes back in the data to the first samples that were not trained on."""
+        if self._pending:
+            self.history.event(
+                "given_back",
+                f"{len(self._pending)} batches sampled ahead were not trained on; their prompts "
+                f"are drawn again",
+                self.lab.step,
+            )
+            self.prompts.train.restore(self._pending[0])
+            self._pending.clear()
+        self._step_started = None
+
     async def finish_step(self, batch: Batch) -> None:
         """Records a step; evaluates and saves where that is due."""
         self.lab.step += 1
@@ -135,13 +185,19 @@ class Experiment:
             took = time.perf_counter() - self._step_started
             self.step_times = [*self.step_times[-9:], took]
             self.lab.metrics["time/step_s"] = took
-            self._step_started = None
+            ahead = self.lab.config.pipeline.max_staleness > 0
+            self._step_started = time.perf_counter() if ahead else None
         self.history.record(step, self.lab.metrics, batch)
         self.lab.metrics.clear()
         if self._evaluates and step % config.eval.every_steps == 0:
             await self.evaluate()
         if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
             await self.save()
+
+    def eta_s(self, until: int) -> float | None:
+        """The seconds until a step is finished; None before the first one is."""
+        times = self.step_times
+        return sum(times) / len(times) * (until - self.lab.step) if times else None
 
     async def evaluate(self) -> dict[str, float]:
         """Evaluates on the held-out prompts, and records it at the step last finished."""
@@ -162,7 +218,7 @@ class Experiment:
             "step": self.lab.step,
             "weights_version": self.lab.weights_version,
             "kl_coef": self.lab.kl_coef,
-            "prompts": self.prompts.train.state(),
+            "prompts": self._pending[0] if self._pending else self.prompts.train.state(),
         }
         keep = self.lab.config.checkpoint.keep
         folder = await self.history.save(name, state, self.lab.save, keep=keep)
@@ -178,6 +234,7 @@ class Experiment:
         else:
             state = self.history.load_state(folder)
             await self.lab.load(folder / "trainer")
+        self._pending.clear()
         self.prompts.train.restore(state["prompts"])
         self.lab.step = state["step"]
         self.lab.weights_version = state["weights_version"] - 1

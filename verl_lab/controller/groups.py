@@ -79,10 +79,10 @@ class RolloutGroup(Group):
         super().__init__("rollout", service, devices, supervisor)
         self.weights: Path | None = None
 
-    async def load_weights(self, folder: Path) -> list[dict[str, Any]]:
+    async def load_weights(self, folder: Path, span: Spans) -> list[dict[str, Any]]:
         """Brings every worker to the weights published in `folder`."""
         self.weights = folder
-        return await gather(*(self._load(name) for name in self.names))
+        return await gather(*(self._load(name, span) for name in self.names))
 
     async def generate(
         self,
@@ -154,16 +154,19 @@ class RolloutGroup(Group):
                     raise
                 await self.revive(name)
                 if self.weights is not None:
-                    await self._load(name)
+                    await self._load(name, span)
         raise AssertionError("unreachable")
 
-    async def _load(self, name: str) -> dict[str, Any]:
+    async def _load(self, name: str, span: Spans) -> dict[str, Any]:
         for attempt in range(MAX_RETRIES + 1):
             peer = self.supervisor.peers[name]
             if not peer.is_alive:
                 peer = await self.revive(name)
             try:
-                return await peer.call("load_weights", self.weights, deadline_s=SILENCE_S)  # type: ignore[no-any-return]
+                with Timed(span, peer, "load_weights"):
+                    return await peer.call(  # type: ignore[no-any-return]
+                        "load_weights", self.weights, deadline_s=SILENCE_S
+                    )
             except WorkerError:
                 if peer.is_alive or attempt == MAX_RETRIES:
                     raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -17,15 +18,16 @@ from verl_lab.batch.columns import Batch
 from verl_lab.config.devices import resolve_devices
 from verl_lab.config.functions import loads
 from verl_lab.config.schema import LabConfig
+from verl_lab.controller.ahead import ahead_of_turn
 from verl_lab.controller.estimation import best_and_worst, with_advantages
 from verl_lab.controller.evaluation import GREEDY_SEED_STEP, evaluate
 from verl_lab.controller.groups import Group, RolloutGroup, TrainerGroup
+from verl_lab.controller.published import PublishedWeights
 from verl_lab.controller.resampling import resample
 from verl_lab.controller.reward_group import RewardGroup, RewardModelGroup, ScoreCounts
 from verl_lab.data.examples import as_prompts
 from verl_lab.engines.rollout.base import Sampling
 from verl_lab.engines.trainer.base import UpdateSettings
-from verl_lab.engines.weights import remove_version
 from verl_lab.errors import StateError
 from verl_lab.rewards.compose import combine
 from verl_lab.rewards.lengths import LENGTH_PARTS, length_parts
@@ -54,21 +56,42 @@ class Lab:
         self.kl_coef = config.algorithm.kl_coef
         self.draw: Callable[[int], Batch] = _no_prompts
         """Draws so many more prompts."""
-        self.metrics: dict[str, float] = {}
+        self.rollout_lock = asyncio.Lock()
+        """Held while rollout workers take over weights and sample by them."""
+        self._metrics: dict[str, float] = {}
         self.stage: tuple[str, int, int] = ("", 0, 0)
         self.functions: dict[str, bytes] = {}
         self.own: dict[str, dict[str, str]] = {}
         """The user's own functions that the config names, by kind and name."""
         self.parts: dict[str, float] = reward_parts(config)
-        self._memory, self._on_span, self.note = memory, on_span, on_event
+        self._on_span, self.note = on_span, on_event
+        self.weights = PublishedWeights(memory)
         self._has_reference = False
-        self._num_syncs = 0
         self._is_behind = False
         devices = {role: [str(d) for d in found] for role, found in resolve_devices(config).items()}
         self.rollout_group = RolloutGroup(devices.get("rollout", []), supervisor)
         self.trainer_group = TrainerGroup(devices["trainer"], supervisor)
         self.reward_group = RewardGroup(devices.get("reward", []), supervisor)
         self.reward_model_group = RewardModelGroup(devices.get("reward_model", []), supervisor)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the stages measured since the last step was recorded, or of the step ahead."""
+        ahead = ahead_of_turn()
+        return self._metrics if ahead is None else ahead.metrics
+
+    @metrics.setter
+    def metrics(self, values: dict[str, float]) -> None:
+        known = self.metrics
+        if values is not known:
+            known.clear()
+            known.update(values)
+
+    @property
+    def next_step(self) -> int:
+        """The step that the stages work on."""
+        ahead = ahead_of_turn()
+        return self.step + 1 if ahead is None else ahead.step
 
     # --- life
 
@@ -122,7 +145,7 @@ class Lab:
         self._require(self.config.has_rollout, "rollout")
         with self.timed("rollout"):
             started = time.perf_counter()
-            batch = await self.generate(prompts, self.sampling(), step=self.step + 1)
+            batch = await self.generate(prompts, self.sampling(), step=self.next_step)
             took = time.perf_counter() - started
         lengths = np.array([len(ids) for ids in batch.lists("response_ids")])
         reasons = batch["finish_reason"]
@@ -214,33 +237,28 @@ class Lab:
         Raises:
             StateError: a rollout worker holds other weights than the trainer published.
         """
+        await self.publish_weights()
+        await self.load_published()
+        return self.weights_version
+
+    async def publish_weights(self) -> None:
+        """Writes the trainer's weights as a new version, which no rollout worker has yet."""
         self._require(self.config.has_rollout, "sync_weights")
         with self.timed("sync"):
-            version = self.weights_version + 1
-            self._num_syncs += 1  # a rewind publishes a version again
-            folder = self._memory / f"weights-{version}-{self._num_syncs}"
-            published = await self.train("publish", folder, version)
-            before = self.rollout_group.weights
-            loaded = await self.rollout_group.load_weights(folder)
-        for name, held in zip(self.rollout_group.names, loaded, strict=True):
-            if held["hash"] != published["hash"] or held["version"] != version:
-                raise StateError(
-                    f"{name}: holds weights {held['version']} with hash {held['hash']} after a "
-                    f"sync, the "
-                    f"trainer published {version} with hash {published['hash']}; stop and report "
-                    f"this"
-                )
-        if before is not None:
-            remove_version(before)
-        self.weights_version = version
-        self._is_behind = False
-        self.metrics["weights/bytes"] = published["bytes"]
-        return version
+            found = await self.weights.publish(self.weights_version + 1, self.train)
+        self.weights_version, self._is_behind = found["version"], False
+        self.metrics["weights/bytes"] = found["bytes"]
+
+    async def load_published(self) -> None:
+        """Brings the rollout workers to the newest version, and compares what they hold."""
+        with self.timed("sync"):
+            await self.weights.load(self.rollout_group, self._span)
 
     async def catch_up(self) -> None:
-        """Synchronises weights that were trained since the last time."""
+        """Brings the rollout workers to the weights as they were trained last."""
         if self._is_behind:
-            await self.sync_weights()
+            await self.publish_weights()
+        await self.load_published()
 
     # --- around the steps
 
@@ -345,7 +363,7 @@ class Lab:
         self.stage = (self.stage[0], done, total)
 
     def _span(self, peer: Peer, kind: str, start: float, end: float) -> None:
-        self._on_span(peer.name, peer.device, kind, self.step + 1, start, end)
+        self._on_span(peer.name, peer.device, kind, self.next_step, start, end)
 
 
 class _Stage:
@@ -376,5 +394,5 @@ def reward_parts(config: LabConfig) -> dict[str, float]:
     if not config.has_rollout:
         return {}
     if config.reward_model is not None:
-        parts["reward_model"] = config.reward_model.weight
+        parts.setdefault("reward_model", 1.0)
     return parts

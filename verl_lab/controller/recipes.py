@@ -57,6 +57,14 @@ Recipe = Callable[[Stages, Batch], Awaitable[Batch]]
 
 async def policy_gradient(lab: Stages, prompts: Batch) -> Batch:
     """GRPO, PPO and all that differ from them by knobs."""
+    batch = await sample(lab, prompts)
+    batch = await learn(lab, batch)
+    await lab.sync_weights()
+    return batch
+
+
+async def sample(lab: Stages, prompts: Batch) -> Batch:
+    """The half of a step that needs rollout workers: scored samples."""
     algorithm = lab.config.algorithm
     batch = await lab.rollout(prompts)
     batch = await lab.score(batch)
@@ -64,14 +72,17 @@ async def policy_gradient(lab: Stages, prompts: Batch) -> Batch:
         batch = await lab.resample(batch)
     if algorithm.baseline == "greedy":
         batch = await lab.greedy_rewards(batch)
-    if algorithm.kl_coef > 0:
+    return batch
+
+
+async def learn(lab: Stages, batch: Batch) -> Batch:
+    """The half of a step that needs the trainer: from scored samples to a better policy."""
+    if lab.config.algorithm.kl_coef > 0:
         batch = await lab.reference_logprobs(batch)
     if lab.config.critic is not None:
         batch = await lab.values(batch)
     batch = lab.advantages(batch)
-    batch = await lab.update(batch)
-    await lab.sync_weights()
-    return batch
+    return await lab.update(batch)
 
 
 async def online_preferences(lab: Stages, prompts: Batch) -> Batch:

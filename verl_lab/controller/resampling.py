@@ -28,7 +28,7 @@ async def resample(lab: Lab, batch: Batch) -> Batch:
         share = max(num_kept, 1) / num_sampled
         prompts = lab.draw(min(-int(-(wanted - num_kept) // share), wanted))
         with lab.timed("rollout"):
-            more = await lab.generate(prompts, lab.sampling(), step=lab.step + 1)
+            more = await lab.generate(prompts, lab.sampling(), step=lab.next_step)
         with lab.timed("reward"):
             more, _ = await lab.score_parts(more)
         kept.append(more.filter(~constant_samples(more, lab.parts)))

@@ -94,7 +94,7 @@ class UpdateSettings:
             policy_loss=algorithm.policy_loss,
             loss_options=algorithm.loss_options,
             entropy_coef=algorithm.entropy_coef,
-            correction=algorithm.correction,
+            correction=config.correction,
             correction_bounds=algorithm.correction_bounds,
             bypass=algorithm.bypass,
             preference_loss=preference.loss,
