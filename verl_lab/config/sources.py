@@ -6,8 +6,12 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_lab.errors import DataError
+
+if TYPE_CHECKING:
+    from verl_lab.config.schema import LabConfig
 
 PACKAGE = "package://"
 KEY = "model.name_or_path"
@@ -78,6 +82,18 @@ def pinned(name_or_path: str) -> str:
         return f"{checkpoint.parent.parent}@{checkpoint.name}"
     path = Path(name_or_path).expanduser()
     return str(path.absolute()) if path.exists() else name_or_path
+
+
+def with_pinned_models(config: LabConfig) -> LabConfig:
+    """The settings with each run folder that names a model pinned to its checkpoint, so that they
+    mean the same after that run went on."""
+    changes = {}
+    for name in ("model", "critic", "reward_model"):
+        section = getattr(config, name)
+        given = None if section is None else section.name_or_path
+        if given is not None and is_run(given):
+            changes[name] = section.model_copy(update={"name_or_path": pinned(given)})
+    return config.model_copy(update=changes)
 
 
 def is_run(name: str) -> bool:

@@ -16,6 +16,7 @@ from verl_lab.config.devices import resolve_devices
 from verl_lab.config.functions import dumps, functions_named
 from verl_lab.config.load import load_config, start_problems
 from verl_lab.config.schema import LabConfig
+from verl_lab.config.sources import with_pinned_models
 from verl_lab.data.tasks import task_problems
 from verl_lab.errors import ConfigError, DeadlineError, LabError, StateError, WorkerError
 from verl_lab.runtime import folder as runtime
@@ -28,6 +29,7 @@ from verl_lab.session.view import session_html
 from verl_lab.store.database import Reader
 from verl_lab.store.folder import RunFolder
 from verl_lab.store.samples import SampleStore
+from verl_lab.store.timeline import utilisation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,6 +88,8 @@ class Session:
         if keep_alive_s is None:
             keep_alive_s = self.config.keep_alive_s
         self._keep_alive_s = KEEP_ALIVE_S[frontend()] if keep_alive_s is None else keep_alive_s
+        if found is None:
+            self.config = with_pinned_models(self.config)
         self.folder = found or RunFolder.create(
             self.config.runs_dir, self.config.name, _stem(self.config)
         )
@@ -285,6 +289,11 @@ class Session:
         """A row a step, a column a metric; read from the run folder."""
         with Reader(self.folder) as reader:
             return reader.metrics()
+
+    def utilisation(self, first: int = 1, last: int | None = None) -> pd.DataFrame:
+        """How much of the time each worker was busy over some steps; a row a worker."""
+        with Reader(self.folder) as reader:
+            return utilisation(reader.spans(), first, last)
 
     def samples(self, step: int) -> Batch:
         """The samples that a step trained on."""
