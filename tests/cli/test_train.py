@@ -84,9 +84,11 @@ def test_a_failed_run_exits_with_1_and_shows_why(verl_lab, folder, sessions):
 def test_input_that_turns_out_wrong_in_a_worker_exits_with_2_and_leaves_no_run(
     verl_lab, folder, sessions
 ):
-    code, _, err = verl_lab(*TRAIN, "model.name_or_path=/no/model")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")  # no model after all
+    code, _, err = verl_lab(*TRAIN, "model.name_or_path=./model")
     assert code == 2
-    assert "model.name_or_path: /no/model does not exist" in err
+    assert "model.name_or_path: ./model cannot be loaded" in err
     assert "Traceback" not in err
     assert not list((folder / "runs").iterdir())
     assert not sessions.left()

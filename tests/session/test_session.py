@@ -259,8 +259,13 @@ def test_a_session_that_cannot_start_says_why_at_once_or_when_asked(open_session
         open_session("task.max_digit=1")
     with pytest.raises(ConfigError, match=r"cpu:900 does not exist here"):
         open_session("trainer.device_map=cpu:900")
-    session = open_session(f"model.name_or_path={tmp_path / 'nothing'}")
-    with pytest.raises(lab.DataError, match=r"model\.name_or_path: .*nothing does not exist"):
+    nothing = tmp_path / "nothing"
+    with pytest.raises(ConfigError, match=r"model\.name_or_path: .*nothing does not exist"):
+        open_session(f"model.name_or_path={nothing}")
+    nothing.mkdir()
+    (nothing / "config.json").write_text("{}")  # no model after all
+    session = open_session(f"model.name_or_path={nothing}")
+    with pytest.raises(lab.DataError, match=r"model\.name_or_path: .*nothing cannot be loaded"):
         session.start()
     assert session.status()["state"] == "closed"
 

@@ -54,7 +54,6 @@ def train(
     began = time.time()
     with Interrupts() as interrupts:
         session = Session(config, *keys, resume=resume)
-        print_line(f"Recipe {describe_recipe(session.config.recipe, session.config.model_dump())}")
         with view_for_terminal() as view:
             run = begin(session, view, interrupts, is_new=resume is None)
             news = News(after_step=session.status()["step"] if resume else -1, since=began)
@@ -112,6 +111,9 @@ def begin(session: Session, view: View, interrupts: Interrupts, *, is_new: bool)
             shutil.rmtree(session.folder.path)
         raise error from None
     view.remark(f"Run folder: {session.folder.path}")
+    if is_new:
+        config = session.config
+        view.remark(f"Recipe {describe_recipe(config.recipe, config.model_dump())}")
     return session.train()
 
 

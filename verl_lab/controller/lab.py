@@ -330,7 +330,7 @@ class Lab:
         total, scores = ScoreCounts(), {}
         lengths = np.array([len(ids) for ids in batch.lists("response_ids")])
         for part in self.parts:
-            if part in LENGTH_PARTS:
+            if part in LENGTH_PARTS and part not in self.functions:
                 scores[part] = length_parts(
                     part,
                     lengths,

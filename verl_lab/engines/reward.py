@@ -30,7 +30,7 @@ from verl_lab.rewards.function import RewardFunction, from_reference
 
 Report = Callable[[dict[str, Any]], None]
 OWN_FOLDER = str(Path(verl_lab.__file__).parent)
-NO_FUNCTIONS = {"task", "reward_model", "length", "overlong"}
+NO_FUNCTIONS = {"task", "reward_model"}
 """Parts that are no functions, whatever functions there are."""
 
 

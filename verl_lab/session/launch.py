@@ -13,7 +13,7 @@ import uuid
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from verl_lab.errors import WorkerError
+from verl_lab.errors import DeadlineError, WorkerError
 from verl_lab.runtime import folder
 from verl_lab.runtime.launch.local import ENVIRONMENT, ForkServer, log_tail
 from verl_lab.session.client import Client
@@ -102,11 +102,17 @@ def replace_abandoned(owner: str, devices: set[str]) -> None:
     for info in folder.sessions():
         if info.owner != owner or not devices & set(info.devices):
             continue
-        client = Client(info, owner, is_look=True)
+        with contextlib.suppress(WorkerError, DeadlineError):  # it leaves already
+            _close_if_idle(Client(info, owner, is_look=True))
+
+
+def _close_if_idle(client: Client) -> None:
+    try:
         status = client.call("status", timeout_s=5.0)
         if status["state"] in ("idle", "failed") and not status["num_clients"]:
             client.call("close", timeout_s=5.0)
             client.wait_gone(10.0)
+    finally:
         client.close()
 
 
