@@ -48,9 +48,9 @@ $(STAMP): pyproject.toml
 quickstart: venv
 	$(BIN)/verl-lab train --config configs/quickstart.yaml
 
-# The tests come last, so that the summary of pytest ends the output.
+# The tests come last, so that the summary of pytest ends the output; the notebooks begin, as they take longest.
 test: lint
-	$(BIN)/python -m pytest -n $(NUM_TEST_WORKERS) --dist loadfile --nbval-lax --nbval-cell-timeout=120 tests notebooks
+	$(BIN)/python -m pytest -n $(NUM_TEST_WORKERS) --dist loadfile --nbval-lax --nbval-cell-timeout=120 notebooks tests
 
 lint: venv
 	$(BIN)/ruff format --check

@@ -1,6 +1,7 @@
 """What every test runs under: few threads, no network, and no GPU test where there is no GPU."""
 
 import os
+import signal
 
 import pytest
 
@@ -8,6 +9,11 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+# What runs in the background of a shell, or under nohup, ignores these; the tests send them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items):
