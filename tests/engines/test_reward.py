@@ -147,3 +147,23 @@ def test_the_traceback_of_a_function_begins_with_its_own_lines(service, batch):
     assert lines[0] == "Traceback (most recent call last):"
     assert "in broken" in lines[1]
     assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_the_traceback_of_an_async_function_shows_nothing_of_what_runs_it(service, batch):
+    async def broken(responses):
+        return 1 / 0
+
+    async def broken_one(response):
+        return 1 / 0
+
+    made = service(broken, broken_one)
+    for name in ("broken", "broken_one"):
+        lines = made.score(batch, name)[1]["traceback"].splitlines()
+        assert f"in {name}" in lines[1]
+
+
+def test_a_tasks_own_error_keeps_the_frames_it_has(service, batch):
+    made = service(task={"name": "add_compare"})
+    _, stats = made.score(batch.without(["answer"]), "task")
+    assert stats["errors"] == 3
+    assert 'File "' in stats["traceback"]

@@ -80,6 +80,44 @@ def test_a_busy_server_is_asked_again_when_it_says(server):
     assert 0.5 <= waits[1] <= 1.5  # twice the first wait, by chance half or half again
 
 
+@pytest.mark.parametrize(
+    ("asked", "least_s", "most_s"),
+    [("0", 0, 0), ("1e9", 120, 120), ("-1", 0.25, 0.75), ("nan", 0.25, 0.75),
+     ("Tue, 01 Dec 2026 10:00:00 GMT", 0.25, 0.75)],
+)  # fmt: skip
+def test_no_server_can_ask_for_a_wait_that_makes_no_sense(server, asked, least_s, most_s):
+    answers = iter([(503, {}, {"Retry-After": asked}), (200, [5.0])])
+    url, _ = server(lambda body: next(answers))
+    waits = []
+    assert ask(url, ["a"], waits) == [5.0]
+    assert least_s <= waits[0] <= most_s
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(server):
+    answers = iter([(200, [5.0], {"Content-Length": "100", "Connection": "close"}), (200, [5.0])])
+    url, requests = server(lambda body: next(answers))
+    assert ask(url, ["a"]) == [5.0]
+    assert len(requests) == 2
+
+
+def test_a_redirect_is_refused_and_the_token_stays_here(server, monkeypatch):
+    monkeypatch.setenv("VERL_LAB_REWARD_TOKEN", "secret")
+    there, seen = server(lengths)
+    url, _ = server(lambda body: (302, {}, {"Location": there}))
+    with pytest.raises(RewardError, match=f"redirects to {there} .302.; name that address"):
+        ask(url, ["a"])
+    assert seen == []
+
+
+def test_every_request_that_goes_out_or_ends_is_a_sign_of_life(server):
+    url, _ = server(lengths)
+    endpoint, moves = Endpoint(url, timeout_s=5.0), []
+    responses = ["a"] * (BATCH_SIZE + 1)
+    endpoint.score(responses, responses, [{}] * len(responses), on_move=moves.append)
+    assert moves == sorted(moves)
+    assert moves[-1] == BATCH_SIZE + 1
+
+
 def test_one_that_stays_away_costs_the_samples_their_score_and_says_why():
     (found,) = ask("http://127.0.0.1:9/none", ["a"])
     assert isinstance(found, Unreachable)

@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import numbers
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,10 @@ from verl_lab.rewards.endpoint import Endpoint, Pace, Unreachable, is_endpoint
 from verl_lab.rewards.function import RewardFunction, from_reference
 
 Report = Callable[[dict[str, Any]], None]
-OWN_FOLDER = str(Path(verl_lab.__file__).parent)
+BEFORE_THE_USERS = tuple(
+    f"{Path(file).parent}{os.sep}" for file in (verl_lab.__file__, asyncio.__file__)
+)
+"""Folders of the code that calls the user's function."""
 NO_FUNCTIONS = {"task", "reward_model"}
 """Parts that are no functions, whatever functions there are."""
 
@@ -108,14 +112,19 @@ class RewardService:
         return self._single(function, batch, stats)
 
     def _ask(self, part: str, batch: Batch, stats: dict[str, Any]) -> list[Any]:
-        """Scores of an endpoint, which keeps its own time: the deadline is for one request."""
+        """Scores of an endpoint, which keeps its own time: `timeout_s` is for one request."""
         if part not in self._endpoints:
             reward = self._config.reward
             per_s = reward.requests_per_s
             pace = Pace(None if per_s is None else per_s / reward.num_reward_workers)
             self._endpoints[part] = Endpoint(part, timeout_s=reward.timeout_s, pace=pace)
         rows = _rows(batch.without([*TOKEN_COLUMNS, "prompt_ids"]))
-        found = self._endpoints[part].score(batch["prompt"], batch["response"], rows)
+        found = self._endpoints[part].score(
+            batch["prompt"],
+            batch["response"],
+            rows,
+            on_move=lambda done: self._report({"done": done, "is_back": True}),
+        )
         return [
             self._failed(score, stats) if isinstance(score, Unreachable) else score
             for score in found
@@ -189,9 +198,10 @@ def _traceback(error: Exception) -> str:
     if isinstance(error, Unreachable):
         return str(error)
     frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
+    while frame and frame.tb_frame.f_code.co_filename.startswith(BEFORE_THE_USERS):
         frame = frame.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(frame)))
+    # Where no frame is the user's, as in a task's own verifier, all of them tell more than none.
+    return "".join(traceback.format_exception(error.with_traceback(frame or error.__traceback__)))
 
 
 def _rows(batch: Batch) -> list[dict[str, Any]]:
