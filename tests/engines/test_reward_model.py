@@ -29,10 +29,10 @@ def batch():
 
 @pytest.fixture
 def service():
-    def make(folder):
+    def make(folder, report=lambda progress: None):
         config = {"model": {"name_or_path": POLICY}, "reward_model": {"name_or_path": str(folder)}}
         settings = load_config(config).model_dump(mode="json")
-        return RewardModelService(settings, 0, "cpu", lambda progress: None)
+        return RewardModelService(settings, 0, "cpu", report)
 
     return make
 
@@ -120,6 +120,43 @@ def test_one_that_was_trained_here_reads_the_very_token_ids(service, classifier,
     for score, (prompt, response) in zip(found, rows, strict=True):
         hidden = model.model(torch.tensor([prompt + response])).last_hidden_state[0, -1]
         assert score == pytest.approx(model.score(hidden).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_many_rows_are_scored_in_their_order_and_reported_on_the_way(
+    service, classifier, tmp_path, is_marked
+):
+    classifier()
+    if is_marked:
+        (tmp_path / "verl_lab.json").write_text('{"reads": "ids"}')
+    digits = [str(7 ** (i % 9)) for i in range(70)]
+    ids = [[4 + (3 * i + j) % 11 for j in range(1 + i % 7)] for i in range(70)]
+    batch = Batch.from_dict(
+        {"prompt": digits, "response": digits, "prompt_ids": ids, "response_ids": ids}
+    )
+    rows = []
+    made = service(tmp_path, rows.append)
+    found = made.score(batch)["reward/reward_model"]
+    assert rows == [{"row": 32}, {"row": 64}, {"row": 70}]
+    for row in (0, 33, 69):
+        alone = made.score(batch.slice(row, 1))["reward/reward_model"]
+        assert found[row] == pytest.approx(alone[0], abs=1e-5)
+    assert len({round(score, 4) for score in found}) > 3
+
+
+def test_one_of_another_vocabulary_reads_text_though_it_was_trained_here(
+    service, batch, classifier, tmp_path
+):
+    classifier()
+    plain = service(tmp_path).score(batch)["reward/reward_model"]
+    (tmp_path / "verl_lab.json").write_text('{"reads": "ids"}')
+    file = tmp_path / "tokenizer.json"
+    coder = json.loads(file.read_text())
+    vocab = coder["model"]["vocab"]
+    *_, first, second = vocab
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(coder))
+    assert service(tmp_path).score(batch)["reward/reward_model"] == pytest.approx(plain)
 
 
 def test_its_memory_is_counted(service, classifier, tmp_path):

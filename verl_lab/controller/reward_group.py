@@ -16,7 +16,7 @@ from verl_lab.runtime.peer import gather
 from verl_lab.runtime.supervisor import Supervisor
 
 MAX_DEATHS = 3
-"""How many rows of one call may kill their worker before the reward counts as broken."""
+"""As many deaths of workers within one call mean that the reward is broken."""
 
 
 @dataclass
@@ -60,15 +60,15 @@ class _ScoreJob:
         self.counts.traceback = self.counts.traceback or stats["traceback"]
 
     def count_death(self, row: int | None, error: WorkerError) -> None:
-        """Notes that a row killed its worker twice; raises if that happens row after row."""
+        """Notes that a worker died; raises if that goes on, and a run would but limp."""
         self._num_deaths += 1
         if self._num_deaths >= MAX_DEATHS:
             where = "a batch" if row is None else f"row {row}"
             raise WorkerError(
                 error.worker,
-                f"{error.reason} while reward part {self.part} scored {where}, and so did others "
-                f"on {MAX_DEATHS - 1} more; the function ends its own process, so run it by hand "
-                f"on that response",
+                f"{error.reason} while reward part {self.part} scored {where}, death "
+                f"{self._num_deaths} of workers in one call; the function ends its own process, so "
+                f"run it by hand on that response",
                 error.log_tail,
             ) from error
 
@@ -128,7 +128,8 @@ class RewardGroup(Group):
                 nonlocal current
                 if "row" in report:
                     current = int(report["row"])
-                    job.at(number, before + current)
+                if (done := report.get("done", report.get("row"))) is not None:
+                    job.at(number, before + int(done))
 
             peer = self.supervisor.peers[name]
             if not peer.is_alive:
@@ -147,20 +148,20 @@ class RewardGroup(Group):
                 if peer.is_alive and isinstance(error, WorkerError):
                     raise  # the service itself failed, not the user's function
                 await self.revive(name)
-                row = None if current is None else int(left[current])
-                if isinstance(error, WorkerError) and suspect != (row, "died"):
-                    suspect = (row, "died")  # perhaps it was killed from outside: once more
-                    continue
-                left = job.set_aside(left, current, error)
                 if isinstance(error, WorkerError):
+                    row = None if current is None else int(left[current])
                     job.count_death(row, error)
+                    if suspect != (row, "died"):
+                        suspect = (row, "died")  # perhaps it was killed from outside: once more
+                        continue
+                left = job.set_aside(left, current, error)
                 continue
             job.fill(left, scored, stats)
             return
 
 
 class RewardModelGroup(Group):
-    """Scores responses with a model; a worker that dies holds nothing that is lost."""
+    """Scores responses with a model; a worker that dies or hangs holds nothing that is lost."""
 
     def __init__(self, devices: list[str], supervisor: Supervisor) -> None:
         service = "verl_lab.engines.reward_model:RewardModelService"
@@ -186,7 +187,9 @@ class RewardModelGroup(Group):
                         "score", batch, deadline_s=SILENCE_S, on_report=on_report
                     )
                 return scored.numpy(f"reward/{part}"), ScoreCounts()
-            except WorkerError:
-                if peer.is_alive or attempt == MAX_RETRIES:
+            except (WorkerError, DeadlineError) as error:
+                is_its_own = peer.is_alive and isinstance(error, WorkerError)
+                if is_its_own or attempt == MAX_RETRIES:
                     raise
+                await self.revive(name)
         raise AssertionError("unreachable")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -13,9 +14,11 @@ from verl_lab.config.schema import LabConfig
 from verl_lab.engines.reward import prompts_of
 from verl_lab.errors import ConfigError
 from verl_lab.models.load import load_tokenizer
-from verl_lab.models.reward import RewardModel
+from verl_lab.models.reward import BATCH_SIZE, RewardModel
 
 COLUMN = "reward/reward_model"
+REPORT_EVERY_ROWS = 2 * BATCH_SIZE
+Scores = np.ndarray[Any, Any]
 
 
 class RewardModelService:
@@ -38,7 +41,7 @@ class RewardModelService:
         settings = LabConfig.model_validate(config)
         if settings.reward_model is None:
             raise ConfigError("reward_model: is not set; name its model")
-        self.rank, self._report = rank, report
+        self.rank, self._device, self._report = rank, torch.device(device), report
         self._model = RewardModel(settings.reward_model.name_or_path, device)
         self._reads_ids = self._model.reads_ids and self._model.speaks_like(
             load_tokenizer(settings.model)
@@ -46,13 +49,28 @@ class RewardModelService:
 
     def score(self, batch: Batch) -> Batch:
         """Adds `reward/reward_model`."""
+        score_rows, lengths = self._reader(batch)
+        order = np.argsort(lengths, kind="stable")
+        scores = np.empty(len(batch))
+        for start in range(0, len(batch), REPORT_EVERY_ROWS):
+            rows = order[start : start + REPORT_EVERY_ROWS]
+            scores[rows] = score_rows(rows.tolist())
+            self._report({"row": start + len(rows)})
+        return batch.with_columns({COLUMN: scores})
+
+    def _reader(self, batch: Batch) -> tuple[Callable[[list[int]], Scores], list[int]]:
+        """What scores some rows by what the model reads, and how long each of them is."""
         if self._reads_ids:
             pairs = zip(batch["prompt_ids"], batch["response_ids"], strict=True)
-            scores = self._model.score_ids([prompt + response for prompt, response in pairs])
-        else:
-            scores = self._model.score(prompts_of(batch), batch["response"])
-        self._report({"row": len(batch)})
-        return batch.with_columns({COLUMN: scores})
+            ids = [prompt + response for prompt, response in pairs]
+            return lambda rows: self._model.score_ids([ids[i] for i in rows]), [*map(len, ids)]
+        prompts, responses = prompts_of(batch), batch["response"]
+        lengths = [len(p) + len(r) for p, r in zip(batch["prompt"], responses, strict=True)]
+
+        def score_texts(rows: list[int]) -> Scores:
+            return self._model.score([prompts[i] for i in rows], [responses[i] for i in rows])
+
+        return score_texts, lengths
 
     def memory(self) -> dict[str, int]:
         """Bytes this process holds: `rss_bytes`, `weights_bytes`, on a GPU `device_bytes`."""
@@ -60,6 +78,6 @@ class RewardModelService:
             "rss_bytes": psutil.Process().memory_info().rss,
             "weights_bytes": self._model.weights_bytes,
         }
-        if torch.cuda.is_available():
-            held["device_bytes"] = torch.cuda.memory_reserved()
+        if self._device.type == "cuda":
+            held["device_bytes"] = torch.cuda.memory_reserved(self._device)
         return held
