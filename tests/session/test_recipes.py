@@ -123,6 +123,15 @@ def test_functions_of_the_users_own_take_the_place_of_the_built_in_ones(open_alg
             functions._registered[kind].pop(name, None)
 
 
+def test_an_option_that_nothing_has_is_refused_before_it_costs_a_step(open_algorithm):
+    session = open_algorithm("cispo").start()
+    with pytest.raises(lab.ConfigError, match="no option 'delta'; it has ratio_min, ratio_max"):
+        session.set("algorithm.loss_options", {"delta": 0.1})
+    session.train(steps=1).wait(60)
+    with pytest.raises(lab.ConfigError, match=r"advantage_options: .*no option 'gama'"):
+        open_algorithm("reinforce", "algorithm.advantage_options={gama: 0.9}").start()
+
+
 def test_a_reward_model_is_used_by_the_name_of_its_run(open_algorithm):
     trained = open_algorithm("reward_model", "name=rm")
     trained.train().wait(60)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from verl_lab.batch.columns import Batch
 from verl_lab.config.functions import loads
 from verl_lab.config.load import dump_config, set_knob, value_of
+from verl_lab.controller.estimation import checked
 from verl_lab.controller.experiment import Experiment, Sampled
 from verl_lab.controller.loop import synchronous
 from verl_lab.controller.pipeline import pipelined
@@ -255,8 +256,7 @@ class Conductor:
         """
         await self.ready()
         loads(own or {})
-        config = set_knob(self._config_wanted, changes)
-        self._config_wanted = config
+        config = self._config_wanted = checked(set_knob(self._config_wanted, changes))
 
         async def apply() -> None:
             lab, history = self.experiment.lab, self.experiment.history

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from verl_lab.algos.advantages import constant_rows
+from verl_lab.algos.arguments import call_options
 from verl_lab.algos.estimators import ESTIMATORS, Samples, estimate
 from verl_lab.algos.kl import kl
+from verl_lab.algos.losses import POLICY_LOSSES
 from verl_lab.batch.columns import Batch
 from verl_lab.config.functions import lookup
 from verl_lab.config.schema import LabConfig
@@ -66,6 +68,31 @@ def with_advantages(
         columns["loss_mask"] = _rows(mask, samples)
         metrics["rollout/masked_fraction"] = float(samples.is_truncated.double().mean())
     return Estimated(batch.with_columns(columns), metrics)
+
+
+def checked(config: LabConfig) -> LabConfig:
+    """The settings, if the estimator and the loss have the options that these name.
+
+    Raises:
+        ConfigError: one has no such option; says which there are.
+    """
+    algorithm = config.algorithm
+    if config.objective != "policy":
+        return config
+    estimator, loss = algorithm.advantage, algorithm.policy_loss
+    call_options(
+        ESTIMATORS[estimator] if estimator in ESTIMATORS else lookup("advantage", estimator),
+        algorithm.advantage_options,
+        {},
+        "algorithm.advantage_options",
+    )
+    call_options(
+        POLICY_LOSSES[loss] if loss in POLICY_LOSSES else lookup("policy_loss", loss),
+        algorithm.loss_options,
+        {},
+        "algorithm.loss_options",
+    )
+    return config
 
 
 def constant_samples(batch: Batch, parts: Mapping[str, float]) -> np.ndarray[Any, Any]:

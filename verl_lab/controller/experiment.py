@@ -14,6 +14,7 @@ from verl_lab.batch.columns import Batch
 from verl_lab.config.load import dump_config
 from verl_lab.config.schema import LabConfig
 from verl_lab.controller.ahead import working_ahead
+from verl_lab.controller.estimation import checked
 from verl_lab.controller.history import History
 from verl_lab.controller.lab import Lab
 from verl_lab.controller.recipes import learn, recipe_of, sample
@@ -75,7 +76,7 @@ class Experiment:
         self, functions: dict[str, bytes], *, parts: dict[str, float] | None, is_resume: bool
     ) -> None:
         """Starts the workers, and on a resume takes them back to the newest checkpoint."""
-        self.folder.write_config(dump_config(self.lab.config))
+        self.folder.write_config(dump_config(checked(self.lab.config)))
         self.history.open()
         self.lab.functions = functions
         if parts is not None:
@@ -239,7 +240,9 @@ class Experiment:
         self.lab.step = state["step"]
         self.lab.weights_version = state["weights_version"] - 1
         self.history.begin(self.lab.step, reason)
-        self.lab.kl_coef = state.get("kl_coef", self.lab.config.algorithm.kl_coef)
+        algorithm = self.lab.config.algorithm
+        adapts = algorithm.kl_target is not None
+        self.lab.kl_coef = state.get("kl_coef", algorithm.kl_coef) if adapts else algorithm.kl_coef
         await self._first_sync()
         self.lab.metrics.clear()
         return self.lab.step

@@ -269,9 +269,11 @@ class Lab:
 
     async def old_logprobs(self, batch: Batch) -> Batch:
         """Adds `old_logprobs`: what the trainer gives to the sampled tokens now."""
-        return await self.train(  # type: ignore[no-any-return]
-            "logprobs", batch, self._temperature, self.config.trainer.micro_batch_tokens
+        temperature, tokens = (
+            self.config.rollout.temperature,
+            self.config.trainer.micro_batch_tokens,
         )
+        return await self.train("logprobs", batch, temperature, tokens)  # type: ignore[no-any-return]
 
     async def save(self, folder: Path) -> None:
         """Writes the trainer's state into a folder."""
