@@ -5,6 +5,7 @@ import pytest
 
 from verl_lab.data.arithmetic import is_heldout
 from verl_lab.data.preferences import NOISE, slip, true_reward, write_preferences
+from verl_lab.errors import ConfigError
 
 
 def rows(path):
@@ -56,3 +57,16 @@ def test_the_seed_fixes_every_file(tmp_path):
     for path in (tmp_path / "a").iterdir():
         assert path.read_text() == (tmp_path / "b" / path.name).read_text()
         assert path.read_text() != (tmp_path / "c" / path.name).read_text()
+
+
+def test_every_character_is_one_that_the_shipped_policy_can_write(tmp_path, tokenizer):
+    write_preferences(tmp_path, size=300)
+    for path in tmp_path.iterdir():
+        for row in rows(path):
+            text = "".join(row.get(k, "") for k in ("prompt", "response", "chosen", "rejected"))
+            assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
+
+
+def test_more_rows_than_there_are_problems_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="enough distinct problems for 1 to 5000"):
+        write_preferences(tmp_path, size=50_000)

@@ -1,34 +1,38 @@
 """Responses that come with the data: single ones for SFT and KTO, pairs for preferences.
 
-A row of data becomes one sample, or two of one group: the chosen response and the rejected one.
-Their token ids are those that the policy would read and write, the end of the answer included.
+A row of data is one prompt with a list of responses: one, or the chosen and the rejected. Drawn, it
+becomes a sample for each. What is read here:
+
+    SFT           prompt, response or completion; or messages
+    pairs         prompt, chosen, rejected, perhaps a number `margin`
+    KTO           prompt, response or completion, label
+
+Each response is a text, or the chat messages that end with it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl_lab.batch.columns import COLUMNS, Batch
 from verl_lab.config.schema import DataConfig, LabConfig
-from verl_lab.data.chat import Messages, render, wants_chat
+from verl_lab.data.chat import Messages
 from verl_lab.data.preferences import slip
-from verl_lab.data.sources import Row, with_prompt
+from verl_lab.data.sources import CHOSEN, Row, clean_messages, with_prompt
 from verl_lab.errors import DataError
 
 ANSWERS = ("response", "completion")
 """Columns that a single response may be in; the first that is there counts."""
-CHOSEN = "is_chosen"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Which columns a row of data has beside its prompt."""
+    """What the rows have beside their prompt."""
 
-    answers: tuple[tuple[str, ...], ...]
-    """For each sample of a row: the columns that its response may be in."""
+    has_pairs: bool = False
+    """Whether a row has `chosen` and `rejected`; else it has one response."""
     has_label: bool = False
     """Whether a column `label` says if the response is a good one."""
 
@@ -36,15 +40,14 @@ class Kind:
 def kind_of(config: LabConfig) -> Kind:
     """What the rows must have for what is learned."""
     if config.samples_per_prompt == 2:
-        return Kind((("chosen",), ("rejected",)))
-    return Kind((ANSWERS,), has_label=config.objective == "preference")
+        return Kind(has_pairs=True)
+    return Kind(has_label=config.objective == "preference")
 
 
 def examples(rows: list[Row], kind: Kind, data: DataConfig, key: str) -> list[Row]:
-    """Rows as read, with `prompt` and the responses of each in a list `answers`.
+    """Rows as read, with `prompt` and a list `response`, and perhaps a list `is_chosen`.
 
-    Chat data may give the whole conversation: `messages` up to the answer, or `chosen` and
-    `rejected` with the prompt in front of both.
+    Where some pairs have a `margin`, the others get 0, the loss's own default.
 
     Args:
         rows: of the dataset.
@@ -53,23 +56,15 @@ def examples(rows: list[Row], kind: Kind, data: DataConfig, key: str) -> list[Ro
         key: the config key that named the dataset, for errors.
 
     Raises:
-        DataError: a row lacks a response, a label or a prompt; names the row and its columns.
+        DataError: a row lacks a response, a label or a prompt, or has one that is none; names the
+            row and its columns. Or a column has a name that the lab would write over.
     """
-    found = []
-    for number, row in enumerate(rows):
-        place = f"row {number} of {key}"
-        split = _without_conversation(row, data.prompt_column, place)
-        answers = [_answer(split, names, place) for names in kind.answers]
-        taken = {name for names in kind.answers for name in names} | {"messages"}
-        rest: Row = {name: value for name, value in split.items() if name not in taken}
-        rest["answers"] = answers
-        if kind.has_label and not isinstance(split.get("label"), bool):
-            raise DataError(
-                f"{key}: {place} has the label {split.get('label')!r}; give true for a good "
-                f"response and false for a bad one"
-            )
-        found.append(rest)
-    return with_prompt(found, data, key)
+    read = [_read(row, kind, data.prompt_column, f"{key}: row {i}") for i, row in enumerate(rows)]
+    rest = with_prompt([row for row, _ in read], data, key)
+    found = [{**row, **own} for row, (_, own) in zip(rest, read, strict=True)]
+    if any("margin" in own for _, own in read):
+        found = [{"margin": 0.0, **row} for row in found]
+    return found
 
 
 def task_examples(rows: list[Row], kind: Kind, config: LabConfig) -> list[Row]:
@@ -80,6 +75,12 @@ def task_examples(rows: list[Row], kind: Kind, config: LabConfig) -> list[Row]:
     """
     assert config.task is not None
     source = random.Random(f"examples/{config.seed}")
+    needs_worse = kind.has_pairs or kind.has_label
+    if needs_worse and config.task.name != "add_compare":
+        raise DataError(
+            f"task.name: {config.task.name} has right answers only, and recipe "
+            f"{config.recipe} needs worse ones too; name a dataset as data.path"
+        )
     found = []
     for number, row in enumerate(rows):
         if row.get("answer") is None:
@@ -87,152 +88,108 @@ def task_examples(rows: list[Row], kind: Kind, config: LabConfig) -> list[Row]:
                 f"task.name: {config.task.name} gives no answer to problem {number}; name a "
                 f"dataset with responses as data.path"
             )
-        answers, more = [row["answer"]], {}
-        if kind.has_label or len(kind.answers) == 2:
-            if config.task.name != "add_compare":
-                raise DataError(
-                    f"task.name: {config.task.name} has right answers only, and recipe "
-                    f"{config.recipe} needs worse ones too; name a dataset as data.path"
-                )
+        own: Row = {"response": [row["answer"]]}
+        if needs_worse:
             worse = slip(row["prompt"], row["answer"], source)
-            if kind.has_label:
-                more["label"] = source.random() < 0.5
-                answers = answers if more["label"] else [worse]
+            if kind.has_pairs:
+                own = {"response": [row["answer"], worse], CHOSEN: [True, False]}
             else:
-                answers = [row["answer"], worse]
-        found.append({**row, **more, "answers": answers})
+                is_good = source.random() < 0.5
+                own = {"response": [row["answer"] if is_good else worse], CHOSEN: [is_good]}
+        found.append({**row, **own})
     return found
-
-
-def tokenised(rows: list[Row], config: LabConfig, tokenizer: Any) -> tuple[Batch, int]:
-    """Samples, those of a row next to each other; and how many rows were too long.
-
-    A row is left out as a whole if its prompt is longer than `data.max_prompt_tokens` or one of
-    its responses longer than `rollout.max_new_tokens`: nothing is cut.
-    """
-    data = config.data
-    chat = wants_chat(data.chat, tokenizer)
-    columns: dict[str, list[Any]] = {}
-    num_left_out = 0
-    samples: list[Row] = []
-    for row in rows:
-        prompt_ids = render(row["prompt"], tokenizer, chat=chat, system=data.system_prompt)
-        answers = [
-            answer_ids(row["prompt"], prompt_ids, text, tokenizer, chat=chat, data=data)
-            for text in row["answers"]
-        ]
-        longest = max(map(len, answers))
-        if len(prompt_ids) > data.max_prompt_tokens or longest > config.rollout.max_new_tokens:
-            num_left_out += 1
-            continue
-        for number, (text, ids) in enumerate(zip(row["answers"], answers, strict=True)):
-            samples.append(_sample(row, number, prompt_ids, text, ids, tokenizer))
-    names = list(dict.fromkeys(name for sample in samples for name in sample))
-    columns = {name: [sample.get(name) for sample in samples] for name in names}
-    return Batch.from_dict(columns), num_left_out
-
-
-def answer_ids(
-    prompt: str | Messages,
-    prompt_ids: list[int],
-    answer: str,
-    tokenizer: Any,
-    *,
-    chat: bool,
-    data: DataConfig,
-) -> list[int]:
-    """What a policy would write to give an answer, the token that ends it included.
-
-    In a chat it is what the template puts after the prompt, up to its end-of-turn token. Without
-    one, or where the template writes prompt and answer differently together, the tokens of the
-    answer and the end of the sequence.
-    """
-    end = tokenizer.eos_token_id
-    if chat:
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if data.system_prompt is not None and turns[0].get("role") != "system":
-            turns = [{"role": "system", "content": data.system_prompt}, *turns]
-        whole = tokenizer.apply_chat_template(
-            [*turns, {"role": "assistant", "content": answer}], tokenize=True, return_dict=False
-        )
-        rest = list(whole[len(prompt_ids) :])
-        if list(whole[: len(prompt_ids)]) == prompt_ids and rest:
-            return rest[: rest.index(end) + 1] if end in rest else [*rest, end]
-    return [*tokenizer(answer, add_special_tokens=False)["input_ids"], end]
 
 
 def as_prompts(batch: Batch) -> Batch:
     """One row a prompt, without what belongs to a response: from samples back to what to answer."""
     first = batch.take([rows[0] for rows in batch.groups().values()])
-    own = {*COLUMNS, CHOSEN, "margin", "greedy_reward"}
-    own -= {"group_id", "prompt", "prompt_ids", "step"}
+    own = {*COLUMNS, CHOSEN, "greedy_reward"} - {"group_id", "prompt", "prompt_ids", "step"}
+    own |= {"margin"} if CHOSEN in batch else set()  # else it is a column of the dataset's own
     return first.without([*own, *(name for name in first.names if name.startswith("reward/"))])
 
 
-def _sample(
-    row: Mapping[str, Any],
-    number: int,
-    prompt_ids: list[int],
-    text: str,
-    ids: list[int],
-    tokenizer: Any,
-) -> Row:
-    prompt = row["prompt"]
-    rest = {k: v for k, v in row.items() if k not in ("answers", "label", "prompt")}
-    sample: Row = {
-        **rest,
-        "prompt": prompt if isinstance(prompt, str) else tokenizer.decode(prompt_ids),
-        "prompt_ids": prompt_ids,
-        "sample_id": number,
-        "response": text,
-        "response_ids": ids,
-        "response_mask": [True] * len(ids),
-    }
-    if "label" in row:
-        sample[CHOSEN] = row["label"]
-    elif len(row["answers"]) == 2:
-        sample[CHOSEN] = number == 0
-    if sample.get("margin") is not None:
-        sample["margin"] = float(sample["margin"])
-    return sample
+def _read(row: Row, kind: Kind, prompt_column: str, place: str) -> tuple[Row, Row]:
+    """A row without the columns of its responses; and what they hold, under the lab's names."""
+    names = _answer_columns(row, kind, place)
+    conversations = [_conversation(row[name], name, place) for name in names]
+    rest = {k: v for k, v in row.items() if k not in names}
+    if not kind.has_pairs:  # table files give all rows the same columns
+        rest = {k: v for k, v in rest.items() if k not in ANSWERS or v is not None}
+    before = [turns for turns, _ in conversations]
+    if any(before):
+        if before[0] != before[-1]:
+            raise DataError(
+                f"{place} has conversations that differ in more than their last message; give the "
+                f"two answers to one prompt"
+            )
+        rest[prompt_column] = _prompt(row.get(prompt_column), before[0], place)
+    own: Row = {"response": [text for _, text in conversations]}
+    if kind.has_pairs:
+        own |= {CHOSEN: [True, False], **_margin(rest.pop("margin", None), place)}
+    elif kind.has_label:
+        own[CHOSEN] = [_label(rest.pop("label", None), place)]
+    return rest, own
 
 
-def _answer(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> str:
-    name = next((name for name in names if row.get(name) is not None), None)
-    found = None if name is None else row[name]
-    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], dict):
-        found = found[0].get("content")
-    if not isinstance(found, str):  # an empty one is a response too: its end is what is learned
-        raise DataError(
-            f"data.path: {place} has no {' or '.join(names)}; its columns are {', '.join(row)}"
-        )
+def _answer_columns(row: Row, kind: Kind, place: str) -> list[str]:
+    """The columns that hold the responses of a row."""
+    wanted = [("chosen",), ("rejected",)] if kind.has_pairs else [(*ANSWERS, "messages")]
+    found = []
+    for names in wanted:
+        there = [name for name in names if row.get(name) is not None]
+        if not there:
+            raise DataError(
+                f"{place} has no {' or '.join(names)}; its columns are {', '.join(row)}"
+            )
+        found.append(there[0])
     return found
 
 
-def _without_conversation(row: Row, prompt_column: str, place: str) -> Row:
-    """The row with a prompt and answers of their own, where it had whole conversations."""
-    if row.get(prompt_column):
-        return row
-    if isinstance(row.get("messages"), list):
-        turns = row["messages"]
-        if not turns or turns[-1].get("role") != "assistant" or len(turns) < 2:
-            raise DataError(
-                f"data.path: {place} has messages that do not end with an assistant's answer"
-            )
-        return {**row, prompt_column: turns[:-1], ANSWERS[0]: turns[-1]["content"]}
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        shared = 0
-        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
-            shared += 1
-        if shared and shared == len(chosen) - 1 == len(rejected) - 1:
-            return {
-                **row,
-                prompt_column: chosen[:shared],
-                "chosen": chosen[shared:],
-                "rejected": rejected[shared:],
-            }
+def _conversation(given: Any, name: str, place: str) -> tuple[Messages, str]:
+    """The messages in front of a response, if it was given with them, and its text.
+
+    What `messages` hold after their last answer belongs to no answer, and is left aside.
+    """
+    if isinstance(given, str):  # an empty one is a response too: its end is what is learned
+        return [], given
+    turns = clean_messages(given, place) if isinstance(given, list) else []
+    if name == "messages":
+        while turns and turns[-1]["role"] != "assistant":
+            turns.pop()
+    answer = turns[-1] if turns else {}
+    if answer.get("role") != "assistant" or not isinstance(answer.get("content"), str):
         raise DataError(
-            f"data.path: {place} has conversations that differ in more than their last message"
+            f"{place} has no answer in {name!r}; give a text, or chat messages of which the last "
+            f"is an assistant's"
         )
-    return row
+    return turns[:-1], answer["content"]
+
+
+def _prompt(given: Any, turns: Messages, place: str) -> str | Messages:
+    """The messages before the answer; a prompt given beside them must be among them."""
+    if isinstance(given, list) and given:
+        is_same = clean_messages(given, place) == turns
+    else:
+        is_same = not given or given in [turn.get("content") for turn in turns]
+    if not is_same:
+        raise DataError(
+            f"{place} has a prompt that its conversation does not hold; leave one of them out"
+        )
+    return given if isinstance(given, str) and given and len(turns) == 1 else turns
+
+
+def _label(given: Any, place: str) -> bool:
+    if not isinstance(given, bool):
+        raise DataError(
+            f"{place} has the label {given!r}; give true for a good response and false for a bad "
+            f"one"
+        )
+    return given
+
+
+def _margin(given: Any, place: str) -> dict[str, float]:
+    if given is None:
+        return {}
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise DataError(f"{place} has the margin {given!r}; give a number, or leave it out")
+    return {"margin": float(given)}

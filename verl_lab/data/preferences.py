@@ -60,9 +60,12 @@ def write_preferences(to: Path, *, size: int = 4000, seed: int = 0) -> None:
         to: is made if need be.
         size: rows of each training file; a tenth of that is held out.
         seed: fixes everything.
+
+    Raises:
+        ConfigError: there are not as many distinct problems.
     """
+    task, source = AddCompare(size=size), random.Random(f"preferences/{seed}")
     to.mkdir(parents=True, exist_ok=True)
-    task, source = AddCompare(), random.Random(f"preferences/{seed}")
     problems = task.problems("train", size, seed)
     heldout = task.problems("heldout", max(size // 10, 1), seed)
     supervised = [{**row, "response": _written(row, source)} for row in problems]

@@ -12,11 +12,11 @@ import numpy as np
 
 from verl_lab.batch.columns import Batch
 from verl_lab.config.schema import LabConfig, TaskConfig
-from verl_lab.data.chat import render, wants_chat
-from verl_lab.data.examples import examples, kind_of, task_examples, tokenised
-from verl_lab.data.sources import MESSAGES, Row, read_rows, with_prompt
+from verl_lab.data.examples import examples, kind_of, task_examples
+from verl_lab.data.samples import prompt_batch, sample_batch
+from verl_lab.data.sources import CHOSEN, Row, read_rows, with_prompt
 from verl_lab.data.tasks import make_task
-from verl_lab.errors import DataError, ShapeError
+from verl_lab.errors import DataError
 
 HELDOUT_PART = 5
 """At most one in so many prompts of a dataset is held out."""
@@ -112,7 +112,12 @@ def load_prompts(config: LabConfig, tokenizer: Any) -> PromptSet:
     """
     to_train, to_hold_out = _rows(config)
     to_train, num_overlapping = _without_heldout(to_train, to_hold_out)
-    tokenise = _tokenised if config.samples_policy else tokenised
+    if not to_train:
+        raise DataError(
+            "data.heldout_path: holds every prompt of data.path, so none is left to train on; give "
+            "other prompts"
+        )
+    tokenise = prompt_batch if config.samples_policy else sample_batch
     train, train_too_long = tokenise(to_train, config, tokenizer)
     heldout, heldout_too_long = tokenise(to_hold_out, config, tokenizer)
     if not len(train):
@@ -136,6 +141,11 @@ def _rows(config: LabConfig) -> tuple[list[Row], list[Row]]:
         kind = kind_of(config)
         return task_examples(found[0], kind, config), task_examples(found[1], kind, config)
     if data.prompts is not None:
+        if not config.samples_policy:
+            raise DataError(
+                f"data.prompts: have no responses, and recipe {config.recipe} learns from them; "
+                f"name a dataset with responses as data.path"
+            )
         given = [{data.prompt_column: prompt} for prompt in data.prompts]
         rows = with_prompt(given, data, "data.prompts")
     elif data.path is not None:
@@ -156,8 +166,8 @@ def _from_file(path: str, config: LabConfig, key: str) -> list[Row]:
 
 def _without_heldout(train: list[Row], heldout: list[Row]) -> tuple[list[Row], int]:
     """The training rows whose prompt is not held out, and how many others there were."""
-    apart = {json.dumps(row["prompt"]) for row in heldout}
-    kept = [row for row in train if json.dumps(row["prompt"]) not in apart]
+    apart = {_identity(row) for row in heldout}
+    kept = [row for row in train if _identity(row) not in apart]
     return kept, len(train) - len(kept)
 
 
@@ -179,7 +189,7 @@ def _from_task(config: TaskConfig, heldout_size: int, seed: int) -> tuple[list[R
 
 def _split(rows: list[Row], heldout_size: int, seed: int) -> tuple[list[Row], list[Row]]:
     """Sets prompts aside, each with all of its rows: a prompt may be in the data twice."""
-    texts = [json.dumps(row["prompt"]) for row in rows]
+    texts = [_identity(row) for row in rows]
     distinct = list(dict.fromkeys(texts))
     order = np.random.default_rng([abs(seed), 1]).permutation(len(distinct))
     count = min(heldout_size, len(distinct) // HELDOUT_PART)
@@ -190,44 +200,11 @@ def _split(rows: list[Row], heldout_size: int, seed: int) -> tuple[list[Row], li
     )
 
 
-def _tokenised(rows: list[Row], config: LabConfig, tokenizer: Any) -> tuple[Batch, int]:
-    """The rows that are short enough, with `prompt_ids`; and how many are not."""
-    data = config.data
-    chat = wants_chat(data.chat, tokenizer)
-    kept, ids = [], []
-    for row in rows:
-        tokens = render(row["prompt"], tokenizer, chat=chat, system=data.system_prompt)
-        if not tokens:
-            raise DataError(f"data: the prompt {row['prompt']!r} has no tokens; leave it out")
-        if len(tokens) <= data.max_prompt_tokens:
-            kept.append(row)
-            ids.append(tokens)
-    kept = [_with_text(row, tokens, tokenizer) for row, tokens in zip(kept, ids, strict=True)]
-    names = list(dict.fromkeys(name for row in kept for name in row)) or ["prompt"]
-    columns: dict[str, Any] = {name: [_plain(row.get(name)) for row in kept] for name in names}
-    try:
-        return Batch.from_dict({**columns, "prompt_ids": ids}), len(rows) - len(kept)
-    except ShapeError as error:
-        raise DataError(
-            f"data: the column {error}; give its values one type, or leave it out"
-        ) from error
-
-
-def _with_text(row: Row, tokens: list[int], tokenizer: Any) -> Row:
-    """The row with a text as its prompt; that of chat messages is what the policy reads."""
-    if isinstance(row["prompt"], str):
-        return row
-    messages = json.dumps(row["prompt"], ensure_ascii=False)
-    return {**row, "prompt": tokenizer.decode(tokens), MESSAGES: messages}
-
-
-def _plain(value: Any) -> Any:
-    """A value as a column can hold it: a list stays one, and what has dicts becomes JSON."""
-    return json.dumps(value, ensure_ascii=False, default=str) if _has_dicts(value) else value
-
-
-def _has_dicts(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_dicts, value)))
+def _identity(row: Row) -> str:
+    """What two rows of the same prompt have in common; a text is what a user says in a chat."""
+    prompt = row["prompt"]
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return json.dumps(turns, sort_keys=True)
 
 
 def _fingerprint(rows: Batch) -> str:
@@ -235,4 +212,6 @@ def _fingerprint(rows: Batch) -> str:
     for name in ("prompt_ids", "response_ids"):
         for ids in rows.lists(name) if name in rows else ():
             digest.update(ids.tobytes() + b"|")
+    if CHOSEN in rows:
+        digest.update(rows.numpy(CHOSEN).tobytes())
     return digest.hexdigest()[:16]

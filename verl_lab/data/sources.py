@@ -11,11 +11,14 @@ import pyarrow.parquet as pq
 
 from verl_lab.batch.columns import COLUMNS
 from verl_lab.config.schema import DataConfig
+from verl_lab.data.chat import Messages
 from verl_lab.errors import DataError
 
 Row = dict[str, Any]
 MESSAGES = "prompt_messages"
 """The column that keeps a prompt's chat messages, as JSON, where a prompt was given as such."""
+CHOSEN = "is_chosen"
+"""The column that says whether a response is the better one of its pair, or a good one."""
 
 
 def read_rows(path: Path, key: str) -> list[Row]:
@@ -51,12 +54,11 @@ def with_prompt(rows: list[Row], config: DataConfig, key: str) -> list[Row]:
         if not isinstance(row.get(column), str | list) or not row[column]:
             raise DataError(
                 f"data.prompt_column: row {number} of {key} has no prompt in {column!r}; its "
-                f"columns are "
-                f"{', '.join(row)}"
+                f"columns are {', '.join(row)}"
             )
     if not rows:
         raise DataError(f"{key}: has no rows; give at least one prompt")
-    taken = _columns_of(rows, column) & {*COLUMNS, MESSAGES}
+    taken = _columns_of(rows, column) & {*COLUMNS, MESSAGES, CHOSEN}
     taken |= {name for name in _columns_of(rows, column) if name.startswith("reward/")}
     if taken:
         raise DataError(
@@ -72,21 +74,33 @@ def with_prompt(rows: list[Row], config: DataConfig, key: str) -> list[Row]:
     ]
 
 
+def clean_messages(given: list[Any], place: str) -> Messages:
+    """Chat messages without the empty keys that table files give them.
+
+    Args:
+        given: the messages.
+        place: where they are, for errors: the config key and the row.
+
+    Raises:
+        DataError: one of them is no message.
+    """
+    for message in given:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(
+                f"{place} has the chat message {message!r}; a message has a `role` and a `content`"
+            )
+    return [{k: v for k, v in message.items() if v is not None} for message in given]
+
+
 def _columns_of(rows: list[Row], prompt_column: str) -> set[str]:
     return {name for row in rows for name in row} - {prompt_column}
 
 
-def _prompt(given: Any, place: str) -> Any:
-    """A text as it is, or chat messages without the empty keys that table files give them."""
+def _prompt(given: Any, place: str) -> str | Messages:
+    """A text as it is, or chat messages as `clean_messages` leaves them."""
     if isinstance(given, str):
         return given
-    for message in given:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(
-                f"data.prompt_column: {place} has the chat message {message!r}; a message has a "
-                f"`role` and a `content`"
-            )
-    return [{k: v for k, v in message.items() if v is not None} for message in given]
+    return clean_messages(given, f"data.prompt_column: {place}")
 
 
 def _from_parquet(path: Path, key: str) -> list[Row]:
